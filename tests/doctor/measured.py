@@ -21,13 +21,14 @@ from shardproof.doctor.sample import described
 from shardproof.doctor.subject import recipe_for
 from shardproof.integrations.prepared import hold_as_computed, hybrid_mesh, shard_prepared
 from shardproof.models.classes import load_pretrained
+from shardproof.models.family import divides_its_loss
 from shardproof.parallel.sequence import SequenceParallel
 from shardproof.plugins import load
 from shardproof.train import ranking
 from shardproof.train.activations import choose_checkpointing
 from shardproof.train.adapters import with_adapters
 from shardproof.train.embedding import ADAPTED
-from shardproof.train.losses import divides_its_loss, token_mean
+from shardproof.train.losses import token_mean
 from shardproof.train.measures import LabelLoss
 from shardproof.train.optimizers import made_by, own_optimizer
 from shardproof.train.parts import in_bits

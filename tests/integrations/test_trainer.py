@@ -36,21 +36,22 @@ def trainer(folder: Path, stage: int | None, seed: int = 0, shard_group: int | N
 
     from shardproof.integrations.transformers import sharded
 
-    callbacks = options.pop("callbacks", [])
+    callbacks, made = options.pop("callbacks", []), options.pop("made", model)
     world = dist.get_world_size() if dist.is_initialized() else 1
     args = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=4 // world,
-        learning_rate=1e-2,
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
         dataloader_pin_memory=False,
-        **{"max_steps": STEPS, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2, **options},
+        **{"max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-2}
+        | {"save_strategy": "steps", "save_steps": 2}
+        | options,
     )
     kind, more = (Trainer, {}) if stage is None else (sharded(Trainer), {"stage": stage, "shard_group": shard_group})
     return kind(
-        model=model(seed),
+        model=made(seed),
         args=args,
         train_dataset=rows(),
         data_collator=default_data_collator,
@@ -224,3 +225,42 @@ def test_model_init_makes_a_model_for_each_training(run2, tmp_path, stage):
     for got in run2(trained_twice, str(tmp_path / "sharded"), stage):
         for course in got:
             assert course == pytest.approx(expected[0], abs=1e-5)
+
+
+def classifier(seed: int) -> Any:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForSequenceClassification(LlamaConfig(vocab_size=67, pad_token_id=0, num_labels=3, **sizes))
+
+
+def translator(seed: int) -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(seed)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=67, decoder_start_token_id=0, **sizes))
+
+
+MEANS = {"classifier": classifier, "translator": translator}
+
+
+def learnt_by_a_mean(folder: str, stage: int | None, name: str, steps: int) -> list[float]:
+    """The losses and norms of a model that returns the mean of its batch whatever Trainer counts, and of an
+    evaluation."""
+    options = {"optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": steps, "save_strategy": "no"}
+    run = trainer(Path(folder), stage, made=MEANS[name], max_steps=2, **options)
+    if name == "classifier":
+        run.train_dataset = [row | {"labels": row["input_ids"][0] % 3} for row in rows()]
+    run.train()
+    norms = [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry]
+    return [*losses(run), *norms, run.evaluate(run.train_dataset)["eval_loss"]]
+
+
+@pytest.mark.parametrize(("name", "steps", "stage"), [("classifier", 2, 0), ("classifier", 1, 3), ("translator", 2, 3)])
+def test_a_loss_that_is_a_mean_does_not_grow_with_the_ranks(run2, tmp_path, name: str, steps: int, stage: int):
+    """Trainer multiplies by their number the loss of whatever takes **kwargs."""
+    expected = learnt_by_a_mean(str(tmp_path), None, name, steps)
+    for got in run2(learnt_by_a_mean, str(tmp_path), stage, name, steps):
+        assert got == pytest.approx(expected, rel=1e-4)

@@ -72,7 +72,7 @@ def test_who_divides_its_loss_is_known(kind: str) -> None:
     """By the tokens of the whole step. Qwen2-Audio takes that number and goes by its own batch."""
     import transformers
 
-    from shardproof.train.losses import divides_its_loss
+    from shardproof.models.family import divides_its_loss
 
     config = transformers.AutoConfig.for_model(kind, **TINY[kind])
     torch.manual_seed(0)

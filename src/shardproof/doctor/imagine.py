@@ -38,9 +38,9 @@ from shardproof.doctor.ledger import (
 from shardproof.doctor.stand_ins import ImaginedHome, ImaginedHost, add_fused_head, distilled, optimizer_of, summed
 from shardproof.doctor.values import Values
 from shardproof.errors import ConfigError, ShardproofError
-from shardproof.models.family import UNUSED, anatomy, without_adapters
+from shardproof.models.family import UNUSED, anatomy, divides_its_loss, without_adapters
 from shardproof.parallel.sequence import SequenceParallel
-from shardproof.train.losses import divides_its_loss, token_mean
+from shardproof.train.losses import token_mean
 from shardproof.train.models import first_line
 from shardproof.train.optimizers import made_by
 from shardproof.train.scoring import last_logits_only

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardproof
 from shardproof.errors import CheckpointError, ConfigError, NonFiniteError
+from shardproof.integrations.averaged import AveragedLoss
 from shardproof.integrations.counted import CountedOnce
 from shardproof.integrations.prepared import (
     adds_up_whole,
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
 STATE = "shardproof"  # in a checkpoint of Trainer's: optimizer, scheduler, and the parts of the weights
 
 
-class ShardedTrainerMixin(CountedOnce):
+class ShardedTrainerMixin(CountedOnce, AveragedLoss):
     """Shards the model when the optimizer is made, and leaves it its own class: there is nothing to unwrap.
 
     Put it in front of the trainer's class. The trainer believes in an ordinary model on each rank, so it must not be
@@ -354,13 +355,9 @@ class ShardedTrainerMixin(CountedOnce):
                 f"{type(self).__name__} trains {len(self._trained)} models with one optimizer, whose state cannot be "
                 "saved. Take save_only_model=True, or save_strategy='no'."
             )
+        folder, frozen = os.path.join(output_dir, STATE), not adapters_of(self.model)
         shardproof.save(
-            self.model,
-            self.optimizer,
-            os.path.join(output_dir, STATE),
-            asynchronous=False,
-            frozen=not adapters_of(self.model),
-            scheduler=self.lr_scheduler,
+            self.model, self.optimizer, folder, asynchronous=False, frozen=frozen, scheduler=self.lr_scheduler
         )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

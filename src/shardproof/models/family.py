@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -143,6 +145,25 @@ def without_adapters(model: Any) -> Any:
     """The model inside a PEFT model, or the model itself."""
     # PEFT hangs a peft_config on the model inside, too.
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def divides_its_loss(model: Any) -> bool:
+    """Whether the loss of a model's forward is a sum divided by `num_items_in_batch`. Trainer believes that of whatever
+    takes **kwargs; some of these (Qwen2-Audio, T5, BERT, most classifiers) return the mean of the batch all the same:
+    they make it themselves, or do not hand on what they were given."""
+    return _divides(type(without_adapters(model)))
+
+
+@functools.cache  # Trainer asks for each micro-batch
+def _divides(kind: Any) -> bool:
+    try:
+        text = inspect.getsource(kind.forward)
+    except (OSError, TypeError):
+        return True
+    if "num_items_in_batch" in text:
+        return True
+    calls = re.findall(r"loss_function\(((?:[^()]|\([^()]*\))*)\)", text)
+    return "CrossEntropyLoss(" not in text and (not calls or any("kwargs" in call for call in calls))
 
 
 @contextmanager

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, NoReturn
 
 import torch
 
 from shardproof.errors import ConfigError
-from shardproof.models.family import without_adapters
-
-
-def divides_its_loss(model: Any) -> bool:
-    """Whether the loss of a model's forward is a sum divided by `num_items_in_batch`. Trainer believes that of whatever
-    takes **kwargs; some of these (Qwen2-Audio) return the mean of the batch all the same."""
-    inner = without_adapters(model)
-    try:
-        text = inspect.getsource(type(inner).forward)
-    except (OSError, TypeError):
-        return True
-    return "CrossEntropyLoss(" not in text or "num_items_in_batch" in text
 
 
 def refuse_parts(model: Any) -> NoReturn:

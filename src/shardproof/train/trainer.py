@@ -20,7 +20,7 @@ from shardproof.integrations.transformers import ShardedTrainerMixin
 from shardproof.integrations.weights import dtype_of_masters, note_dtype
 from shardproof.interrupts import left_to_rank
 from shardproof.models.classes import save_extra_files
-from shardproof.models.family import anatomy
+from shardproof.models.family import anatomy, divides_its_loss
 from shardproof.models.processors import write_processing
 from shardproof.train.activations import HeldByHost
 from shardproof.train.balance import BalanceMixin
@@ -28,7 +28,7 @@ from shardproof.train.by_file import by_file, in_chunks, of_each
 from shardproof.train.config import Batch
 from shardproof.train.finite import Counts, FiniteSteps
 from shardproof.train.lengths import lengths_of
-from shardproof.train.losses import dft_loss, divides_its_loss, refuse_parts, smoothed_loss, token_mean
+from shardproof.train.losses import dft_loss, refuse_parts, smoothed_loss, token_mean
 from shardproof.train.optimizers import made_by
 from shardproof.train.parts import with_own_rates
 from shardproof.train.recorder import NAMES, Recorder, across
