@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -82,6 +84,39 @@ def test_who_divides_its_loss_is_known(kind: str) -> None:
     with torch.no_grad():
         one, ten = (model(**given, num_items_in_batch=n).loss.item() for n in (1, 10))
     assert divides_its_loss(model) == (ten < one / 2)
+
+
+class Own(torch.nn.Module):
+    """A loss as people write it."""
+
+    def forward(self, ids: Any, labels: Any, **kwargs: Any) -> Any:
+        return torch.nn.functional.cross_entropy(ids, labels)
+
+
+class HandedOn(torch.nn.Module):
+    def forward(self, ids: Any, labels: Any, **kwargs: Any) -> Any:
+        return self.inner(ids, labels, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "divides"),
+    [
+        ("LlamaForCausalLM", True),
+        ("MixtralForCausalLM", True),
+        ("LlamaForSequenceClassification", False),
+        ("T5ForConditionalGeneration", False),
+    ],
+)
+def test_who_divides_its_loss_is_read_in_its_forward(name: str, divides: bool) -> None:
+    import transformers
+
+    from shardproof.models.family import divides_its_loss
+
+    model = object.__new__(getattr(transformers, name))
+    model.__dict__.update(_modules={}, _parameters={}, _buffers={})
+    assert divides_its_loss(model) == divides
+    assert not divides_its_loss(Own())
+    assert divides_its_loss(HandedOn())
 
 
 def test_parts_are_chosen_by_name() -> None:

@@ -151,19 +151,19 @@ def divides_its_loss(model: Any) -> bool:
     """Whether the loss of a model's forward is a sum divided by `num_items_in_batch`. Trainer believes that of whatever
     takes **kwargs; some of these (Qwen2-Audio, T5, BERT, most classifiers) return the mean of the batch all the same:
     they make it themselves, or do not hand on what they were given."""
-    return _divides(type(without_adapters(model)))
+    kind: Any = type(without_adapters(model))
+    return _divides(kind)
 
 
-@functools.cache  # Trainer asks for each micro-batch
+@functools.cache  # a trainer asks for each micro-batch
 def _divides(kind: Any) -> bool:
     try:
         text = inspect.getsource(kind.forward)
     except (OSError, TypeError):
         return True
-    if "num_items_in_batch" in text:
-        return True
-    calls = re.findall(r"loss_function\(((?:[^()]|\([^()]*\))*)\)", text)
-    return "CrossEntropyLoss(" not in text and (not calls or any("kwargs" in call for call in calls))
+    calls = re.findall(r"(?:[lL]oss|cross_entropy)\w*\(((?:[^()]|\([^()]*\))*)\)", text)
+    given = any("kwargs" in call for call in calls) and "CrossEntropyLoss(" not in text
+    return given or not calls or "num_items_in_batch" in text
 
 
 @contextmanager
