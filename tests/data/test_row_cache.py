@@ -146,6 +146,18 @@ def test_a_file_that_is_gone_is_a_bad_row(place: Path, processor: Any) -> None:
     assert len(encoded(place, processor)) == 3
 
 
+def test_a_run_that_is_killed_has_kept_what_it_had_encoded(place, processor, read: list[int], monkeypatch) -> None:
+    more = [*ROWS, {"query": "none", "response": "a"}, {"query": "one", "response": "b"}]
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr("shardproof.data.row_cache.AT_ONCE", 2)
+        patch.setattr("shardproof.data.media_rows.pass_over", lambda *args: 1 / 0)
+        encoded(place, processor, more)
+    assert len(list((place / "kept").glob("*/*.arrow"))) == 3
+    assert len(read) == 5
+    assert len(encoded(place, processor, more)) == 5
+    assert len(read) == 5
+
+
 def test_what_is_damaged_is_passed_over(place: Path, processor: Any, read: list[int], caplog) -> None:
     whole = encoded(place, processor)
     (file,) = (place / "kept").glob("*/*.arrow")

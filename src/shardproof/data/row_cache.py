@@ -35,6 +35,7 @@ log = logging.getLogger("shardproof")
 
 READERS = "shardproof", "transformers", "tokenizers", "pillow", "soundfile", "av"
 NAMES = "names"  # of rows, beside their tokens
+AT_ONCE = 5000  # rows that are written together
 
 
 class RowCache:
@@ -93,9 +94,11 @@ class RowCache:
         return array("i", ids.to_numpy().tobytes()), array("i", labels.to_numpy().tobytes())
 
     def add(self, name: int, ids: Any, labels: Any) -> None:
-        """To what `write` writes."""
+        """To what `write` writes, now and then: a run that is killed meanwhile has not read all files for nothing."""
         self._names.append(name)
         self._new.append(ids, labels)
+        if len(self._names) >= AT_ONCE:
+            self.write()
 
     def write(self) -> None:
         """Keep what was added. A folder that is full is told, and no error."""
@@ -115,6 +118,7 @@ class RowCache:
         except OSError as error:
             log.warning("Encoded rows are not kept: %s cannot be written: %s.", unfinished, error.strerror or error)
             unfinished.unlink(missing_ok=True)
+        self._new, self._names = Columns(), array("Q")
 
 
 def _name(encoder: MediaEncoder) -> str:
