@@ -21,7 +21,7 @@ from shardproof.doctor.sample import described
 from shardproof.doctor.subject import recipe_for
 from shardproof.integrations.prepared import hold_as_computed, hybrid_mesh, shard_prepared
 from shardproof.models.classes import load_pretrained
-from shardproof.models.family import divides_its_loss
+from shardproof.models.family import makes_its_mean
 from shardproof.parallel.sequence import SequenceParallel
 from shardproof.plugins import load
 from shardproof.train import ranking
@@ -160,7 +160,7 @@ def loss_of(config: PlanConfig, model: Any, sequence: SequenceParallel | None) -
         return infonce(Embedded(queries, positives, positives[:0], torch.arange(len(queries)), queries[:, 0]), 0.1)
     if config.chunked_loss:
         return chunked_loss(model, inputs, 1)
-    if divides_its_loss(model):
+    if not makes_its_mean(model):
         loss: torch.Tensor = model(**inputs).loss
         return loss
     labels = inputs.pop("labels")

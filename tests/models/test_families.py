@@ -74,7 +74,7 @@ def test_who_divides_its_loss_is_known(kind: str) -> None:
     """By the tokens of the whole step. Qwen2-Audio takes that number and goes by its own batch."""
     import transformers
 
-    from shardproof.models.family import divides_its_loss
+    from shardproof.models.family import divides_its_loss, makes_its_mean
 
     config = transformers.AutoConfig.for_model(kind, **TINY[kind])
     torch.manual_seed(0)
@@ -83,7 +83,7 @@ def test_who_divides_its_loss_is_known(kind: str) -> None:
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     with torch.no_grad():
         one, ten = (model(**given, num_items_in_batch=n).loss.item() for n in (1, 10))
-    assert divides_its_loss(model) == (ten < one / 2)
+    assert divides_its_loss(model) == (ten < one / 2) != makes_its_mean(model)
 
 
 class Own(torch.nn.Module):
@@ -110,13 +110,14 @@ class HandedOn(torch.nn.Module):
 def test_who_divides_its_loss_is_read_in_its_forward(name: str, divides: bool) -> None:
     import transformers
 
-    from shardproof.models.family import divides_its_loss
+    from shardproof.models.family import divides_its_loss, makes_its_mean
 
     model = object.__new__(getattr(transformers, name))
     model.__dict__.update(_modules={}, _parameters={}, _buffers={})
     assert divides_its_loss(model) == divides
     assert not divides_its_loss(Own())
     assert divides_its_loss(HandedOn())
+    assert not makes_its_mean(Own())  # whose loss may have other terms
 
 
 def test_parts_are_chosen_by_name() -> None:

@@ -38,7 +38,7 @@ from shardproof.doctor.ledger import (
 from shardproof.doctor.stand_ins import ImaginedHome, ImaginedHost, add_fused_head, distilled, optimizer_of, summed
 from shardproof.doctor.values import Values
 from shardproof.errors import ConfigError, ShardproofError
-from shardproof.models.family import UNUSED, anatomy, divides_its_loss, without_adapters
+from shardproof.models.family import UNUSED, anatomy, makes_its_mean, without_adapters
 from shardproof.parallel.sequence import SequenceParallel
 from shardproof.train.losses import token_mean
 from shardproof.train.models import first_line
@@ -134,7 +134,7 @@ class Rank:
             self.optimizer = made_by(optimizer_of(config), trained, 1e-4, model)
             self.optimizer.__dict__.update(_shardproof_steps=10)
         self.host = ImaginedHost(self.ledger) if config.activation_offloading and not by_hand else None
-        self._divides = divides_its_loss(model)
+        self._divides = not makes_its_mean(model)
         self._pass = 0
         part_of = anatomy(model).part_of
         used = {"llm", UNUSED, *(sample.parts if sample else ())}

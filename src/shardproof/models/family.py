@@ -155,12 +155,25 @@ def divides_its_loss(model: Any) -> bool:
     return _divides(kind)
 
 
+def makes_its_mean(model: Any) -> bool:
+    """Whether a model's forward makes the mean cross entropy of its batch by torch's own class, as Qwen2-Audio's does:
+    then it is computed of the logits, and divided by the tokens of all ranks. What else a forward makes of labels may
+    have other terms, and stays the loss."""
+    text = _forward_of(type(without_adapters(model)))
+    return "CrossEntropyLoss(" in text and "num_items_in_batch" not in text
+
+
+def _forward_of(kind: Any) -> str:
+    """The code of a model's forward; nothing where there is none to read."""
+    try:
+        return inspect.getsource(kind.forward)
+    except (OSError, TypeError):
+        return ""
+
+
 @functools.cache  # a trainer asks for each micro-batch
 def _divides(kind: Any) -> bool:
-    try:
-        text = inspect.getsource(kind.forward)
-    except (OSError, TypeError):
-        return True
+    text = _forward_of(kind)
     calls = re.findall(r"(?:[lL]oss|cross_entropy)\w*\(((?:[^()]|\([^()]*\))*)\)", text)
     given = any("kwargs" in call for call in calls) and "CrossEntropyLoss(" not in text
     return given or not calls or "num_items_in_batch" in text

@@ -20,7 +20,7 @@ from shardproof.integrations.transformers import ShardedTrainerMixin
 from shardproof.integrations.weights import dtype_of_masters, note_dtype
 from shardproof.interrupts import left_to_rank
 from shardproof.models.classes import save_extra_files
-from shardproof.models.family import anatomy, divides_its_loss
+from shardproof.models.family import anatomy, makes_its_mean
 from shardproof.models.processors import write_processing
 from shardproof.train.activations import HeldByHost
 from shardproof.train.balance import BalanceMixin
@@ -285,7 +285,7 @@ class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
         sample = None if few is None else lambda: (self._prepare_inputs(self.data_collator(rows)) for rows in few)
         self._to_try = checks(packed, chunked, sample, self.in_parts)
         self.metrics = dict(metrics or {})
-        divided = self.model_accepts_loss_kwargs and divides_its_loss(self.model)
+        divided = self.model_accepts_loss_kwargs and not makes_its_mean(self.model)
         own = dft_loss if dft else functools.partial(smoothed_loss, smoothing=smoothing) if smoothing else loss
         self.compute_loss_func = own if own or (divided and not balance) else token_mean
         if self.in_parts and not divided and few is None:
