@@ -34,6 +34,18 @@ class ScaledQwen(Qwen3ForCausalLM):
         return outputs
 
 
+@shardproof.register_model("mean_qwen")
+class MeanQwen(Qwen3ForCausalLM):
+    """Makes the loss as people write it: a mean over the batch, and a term that is nothing."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        outputs = super().forward(input_ids, **kwargs)
+        if labels is not None:
+            outputs.loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            outputs.loss = outputs.loss + 0.0 * sum(parameter.sum() for parameter in self.parameters())
+        return outputs
+
+
 @shardproof.register_model("forgetful_qwen")
 class ForgetfulQwen(Qwen3ForCausalLM):
     """Has weights that nobody sets."""

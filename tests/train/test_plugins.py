@@ -46,6 +46,9 @@ def runs(commands, sft, own):
             ("empty", sft("--model-type", "forgetful_qwen", *plugins)),
             ("lacks", sft(*own, "--part-learning-rates", "vision=1e-5")),
             ("cut_off", sft("--loss", "cut_off", *plugins)),
+            ("plain", sft("--val-split", "0.3")),
+            ("mean", sft("--val-split", "0.3", "--model-type", "mean_qwen", *plugins, "--per-device-batch-size", "4")),
+            ("mean of two", sft("--val-split", "0.3", "--model-type", "mean_qwen", *plugins, "--nproc", "2")),
         ]
     )
 
@@ -59,6 +62,16 @@ def test_everything_of_ones_own_gives_the_same_numbers_on_every_rank_and_stage(r
     assert 0 < one.series("eval_hits")[0] < 1
     assert two.series("eval_hits") == one.series("eval_hits")
     assert [file.read_text() for file in sorted(two.folder.glob("rank-*.txt"))] == ["5 True", "5 True"]
+
+
+@pytest.mark.parametrize("name", ["mean", "mean of two"])
+def test_a_loss_of_ones_own_that_is_the_mean_of_a_batch_counts_by_its_tokens(runs, name: str) -> None:
+    mean, plain = runs[name], runs["plain"]
+    assert (mean.code, plain.code) == (0, 0), mean.output + plain.output
+    assert mean.series("loss") == pytest.approx(plain.series("loss"), abs=2e-5)
+    assert mean.series("grad_norm") == pytest.approx(plain.series("grad_norm"), rel=1e-4)
+    assert mean.series("eval_loss") == pytest.approx(plain.series("eval_loss"), abs=2e-5)
+    assert len(plain.series("loss")) == 5
 
 
 def test_a_model_of_ones_own_is_saved_and_exported(runs) -> None:

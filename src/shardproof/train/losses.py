@@ -22,6 +22,12 @@ def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = Non
     return _by_token(outputs, labels).sum() / _learnt(labels, num_items_in_batch)
 
 
+def weighed(found: Any, share: torch.Tensor) -> Any:
+    """The loss of a batch, alone or with the model's outputs, times the share that the batch has in its step: so the
+    means that a model makes of batches add up to the mean over the tokens of the step."""
+    return (found[0] * share, found[1]) if isinstance(found, tuple) else found * share
+
+
 def dft_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     """Dynamic fine-tuning: each token's cross entropy times its probability, a constant, so that tokens that the model
     finds unlikely pull less (https://huggingface.co/papers/2508.05629; TRL's `loss_type="dft"`)."""

@@ -20,7 +20,7 @@ from shardproof.integrations.transformers import ShardedTrainerMixin
 from shardproof.integrations.weights import dtype_of_masters, note_dtype
 from shardproof.interrupts import left_to_rank
 from shardproof.models.classes import save_extra_files
-from shardproof.models.family import anatomy, makes_its_mean
+from shardproof.models.family import anatomy, divides_its_loss, makes_its_mean
 from shardproof.models.processors import write_processing
 from shardproof.train.activations import HeldByHost
 from shardproof.train.balance import BalanceMixin
@@ -28,7 +28,8 @@ from shardproof.train.by_file import by_file, in_chunks, of_each
 from shardproof.train.config import Batch
 from shardproof.train.finite import Counts, FiniteSteps
 from shardproof.train.lengths import lengths_of
-from shardproof.train.losses import dft_loss, refuse_parts, smoothed_loss, token_mean
+from shardproof.train.logs_once import LogsOnce
+from shardproof.train.losses import dft_loss, refuse_parts, smoothed_loss, token_mean, weighed
 from shardproof.train.optimizers import made_by
 from shardproof.train.parts import with_own_rates
 from shardproof.train.recorder import NAMES, Recorder, across
@@ -237,7 +238,7 @@ class CommandMixin(SharesRows, ResumeMixin, ShardedTrainerMixin):
         logs["memory"] = int(max(rank[NAMES.index("memory")] for rank in everyone))
 
 
-class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
+class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
     """Losses are sums over answer tokens divided by the answer tokens of the step on all ranks.
 
     Trainer divides by the global number of tokens and multiplies by the number of ranks, the engine averages
@@ -259,8 +260,6 @@ class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
     Raises:
         ConfigError: rows are in parts, and the model's forward does not take the number of tokens.
     """
-
-    current_flos: float  # of Trainer, which does not say so
 
     def __init__(
         self,
@@ -288,6 +287,7 @@ class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
         divided = self.model_accepts_loss_kwargs and not makes_its_mean(self.model)
         own = dft_loss if dft else functools.partial(smoothed_loss, smoothing=smoothing) if smoothing else loss
         self.compute_loss_func = own if own or (divided and not balance) else token_mean
+        self._of_batch = self.compute_loss_func is None and not divides_its_loss(self.model)  # its loss is the mean
         if self.in_parts and not divided and few is None:
             refuse_parts(self.model)
 
@@ -300,15 +300,17 @@ class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        if num_items_in_batch is not None:  # none at all where every row of a step is lost: nothing, and no 0 / 0
+        counted = num_items_in_batch is not None
+        if counted:  # none at all where every row of a step is lost: nothing, and no 0 / 0
             num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
         if not self.chunked:
             # Trainer's word for: the loss is divided by what all ranks have, and the gradients will be averaged.
             self.args.average_tokens_across_devices = not self.deterministic
             try:
-                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+                found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             finally:
                 self.args.average_tokens_across_devices = True
+            return weighed(found, self._learnt(inputs) / num_items_in_batch) if self._of_batch and counted else found
         self.count(model, inputs)
         loss = chunked_loss(model, inputs, num_items_in_batch, self.dft, self.smoothing)
         if num_items_in_batch is not None and not self.deterministic:  # of all ranks; the engine averages over these
@@ -316,28 +318,9 @@ class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
         self._allow_backward(loss)
         return (loss, None) if return_outputs else loss
 
-    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        """Trainer's, but for a log the ranks meet once: its loss, its operations and what is recorded go together."""
-        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
-            self._log_step(tr_loss, grad_norm, kwargs.get("learning_rate"))
-        if self.control.should_evaluate or self.control.should_save:
-            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
-
-    def _log_step(self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None) -> None:
-        everyone = self._of_all_ranks([tr_loss.item(), float(self.current_flos), *self._taken()])
-        losses, operations, *_ = zip(*everyone, strict=True)
-        loss = torch.tensor(losses, dtype=tr_loss.dtype).mean().item()
-        tr_loss.zero_()
-        self._total_loss_scalar += loss
-        self.state.total_flos += sum(operations)
-        self.current_flos = 0
-        logs = {"loss": loss / (self.state.global_step - self._globalstep_last_logged)}
-        if grad_norm is not None:
-            logs["grad_norm"] = float(grad_norm)
-        logs["learning_rate"] = self._get_learning_rate() if learning_rate is None else learning_rate
-        self._globalstep_last_logged = self.state.global_step
-        self._add_recorded(logs, [row[2:] for row in everyone])
-        self.log(logs)
+    def _is_mean(self) -> bool:
+        """Of a batch; it is weighed by the tokens that are learnt in it."""
+        return False
 
     @torch.no_grad()
     def evaluation_loop(
@@ -393,6 +376,6 @@ class SftTrainer(StreamMixin, BalanceMixin, CommandMixin, Trainer):
             return chunked_loss(self.model, inputs, 1, self.dft, self.smoothing), None
         if self.compute_loss_func is None:
             outputs = self.model(**inputs, num_items_in_batch=1)
-            return outputs.loss, outputs
+            return outputs.loss * (self._learnt(inputs) if self._of_batch else 1), outputs
         outputs = self.model(**{k: v for k, v in inputs.items() if k != "labels"})
         return self.compute_loss_func(outputs, inputs["labels"], num_items_in_batch=1), outputs
