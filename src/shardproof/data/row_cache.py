@@ -17,7 +17,6 @@ import os
 import tempfile
 import uuid
 from array import array
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -130,13 +129,9 @@ def _name(encoder: MediaEncoder) -> str:
         told.update(Path(inspect.getfile(type(encoder.processor))).read_bytes())
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
         write_processing(encoder.processor, scratch)
-        for file in _files_in(Path(scratch)):
+        for file in sorted(file for file in Path(scratch).rglob("*") if file.is_file()):
             told.update(file.name.encode() + file.read_bytes())
     return told.hexdigest()[:24]
-
-
-def _files_in(folder: Path) -> Iterator[Path]:
-    return (file for file in sorted(folder.rglob("*")) if file.is_file())
 
 
 def _version(package: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardproof.errors import ConfigError
@@ -68,6 +68,11 @@ BUILT_IN: dict[str, Metric] = {
     "bleu": bleu,
     "chrf": chrf,
 }
+
+
+def judged(worth: Mapping[str, Metric], answer: str, right: str) -> dict[str, float]:
+    """What an answer is worth by each metric."""
+    return {name: round(metric(answer, right), 6) for name, metric in worth.items()}
 
 
 def check_names(names: Sequence[str]) -> None:

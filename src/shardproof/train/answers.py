@@ -16,7 +16,7 @@ from shardproof.data.parts import Problem, parts_of, text_of
 from shardproof.data.preferences import PROMPTS
 from shardproof.data.rows import BadRow, BadRows, Row, Rows, pass_over, read_rows
 from shardproof.errors import ConfigError, DataError
-from shardproof.train.answer_metrics import Metric
+from shardproof.train.answer_metrics import Metric, judged
 from shardproof.train.chat import Chat, Question
 from shardproof.train.loaded import Loaded
 from shardproof.train.sampling import Sampling
@@ -95,8 +95,7 @@ def answer_rows(
 def _judged(line: dict[str, Any], worth: Mapping[str, Metric]) -> dict[str, Any]:
     if line["labels"] is None:
         return line
-    right = text_of(line["labels"])
-    return {**line, "rewards": {name: round(metric(line["response"], right), 6) for name, metric in worth.items()}}
+    return {**line, "rewards": judged(worth, line["response"], text_of(line["labels"]))}
 
 
 def means_in(file: Path) -> tuple[dict[str, float], int]:

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
 from shardproof.data.asked import Feature, last_answer, unpacked
 from shardproof.data.media_batch import per_token
 from shardproof.integrations.prepared import together
-from shardproof.train.answer_metrics import Metric
+from shardproof.train.answer_metrics import Metric, judged
 from shardproof.train.by_file import by_file, in_chunks, of_each
 from shardproof.train.models import tokenizer_of
 from shardproof.train.sampling import Sampling
@@ -47,38 +46,28 @@ class PredictingTrainer(SftTrainer):
         self.worth, self.sampling, self.told = worth, Sampling(max_new_tokens=max_new_tokens), told
         self.tokenizer = tokenizer_of(self.processing_class)
         self._writer = Writer(self.model, self.tokenizer, "the model", self.accelerator.is_main_process)
+        self._rows: Sequence[Feature] = unpacked(self.eval_dataset)
         self._try_metrics()
 
     def _try_metrics(self) -> None:
         """Those that cannot judge an empty answer would end the run at its first evaluation."""
-        for row in unpacked(self.eval_dataset):
+        for row in self._rows:
             if (span := last_answer(row["labels"])) is not None:
                 right = self._text(row["input_ids"][slice(*span)])
-                for metric in self.worth.values():
-                    metric("", right)
+                judged(self.worth, "", right)
                 return
 
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """And the mean of each metric over the rows that ask something."""
-        found = super().evaluation_loop(
-            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
-        )
-        rows: Any = dataloader.dataset
-        one_by_one = unpacked(rows)
-        records = self._records(one_by_one)
+        found = super().evaluation_loop(*args, **kwargs)
+        rows: Any = self.eval_dataset
+        records = self._records()
         if self.told is not None:
             places = [place for number in range(len(rows)) for place in rows.places.within(number)]
             self.told(self.state.global_step, [{**records[n], "row": places[n]} for n in sorted(records)])
-        files = by_file(rows) if one_by_one is rows else {"": range(len(one_by_one))}
-        worth = self._worth(files, records).items()
-        found.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in worth})
+        files = by_file(rows) if self._rows is rows else {"": range(len(self._rows))}
+        worth, prefix = self._worth(files, records), kwargs.get("metric_key_prefix", "eval")
+        found.metrics.update({f"{prefix}_{name}": value for name, value in worth.items()})
         return found
 
     def _worth(self, files: Mapping[str, Sequence[int]], records: Mapping[int, Record]) -> dict[str, float]:
@@ -95,16 +84,16 @@ class PredictingTrainer(SftTrainer):
 
         return of_each(files, sums, means)
 
-    def _records(self, rows: Sequence[Feature]) -> dict[int, Record]:
+    def _records(self) -> dict[int, Record]:
         """What became of each row that asks something, by its number. Ranks have different ones answered."""
         size = self.args.per_device_eval_batch_size if self._takes_text else 1
-        groups = in_chunks(range(len(rows)), size)
+        groups = in_chunks(range(len(self._rows)), size)
         mine: dict[int, Record] = {}
         was_training = self.model.training
         self.model.eval()
         with together(self.model):
             for numbers in groups[self.args.process_index :: self.args.world_size]:
-                mine |= self._answered({number: rows[number] for number in numbers})
+                mine |= self._answered({number: self._rows[number] for number in numbers})
         self.model.train(was_training)
         return {number: record for part in gather_object([mine]) for number, record in part.items()}
 
@@ -134,7 +123,7 @@ class PredictingTrainer(SftTrainer):
         texts = self._writer.texts(tokens, self.sampling)
         for (number, span), prompt, text in zip(spans.items(), prompts, texts, strict=True):
             right = self._text(whole[number]["input_ids"][slice(*span)])
-            worth = {name: round(metric(text, right), 6) for name, metric in self.worth.items()}
+            worth = judged(self.worth, text, right)
             found[number] = {"prompt": self._text(prompt), "completion": text, "labels": right, "rewards": worth}
         return found
 
