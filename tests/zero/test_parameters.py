@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -463,3 +464,36 @@ def test_turned_in_place(stage):
         EngineError, match=r"t_ of what 'weight' gives by \.data or detach\(\) would change how that lies"
     ):
         model.weight.data.t_()
+
+
+def _twice(model: nn.Module) -> torch.Tensor:
+    """A second backward pass, whose gradients are twice those of the first, behind a zero_grad."""
+    model.zero_grad()
+    (2 * model(torch.ones(1, 3)).sum()).backward()
+    return model.weight.grad
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_is_made_once_for_all_steps_unless_somebody_knows_it(stage):
+    """To make one costs the host more than to look at it. Who holds one has that of then."""
+    model = shardproof.shard(nn.Linear(3, 2), stage)
+    model(torch.ones(1, 3)).sum().backward()
+    held, alone = model.weight.grad, id(model.bias.grad)
+    assert (_twice(model).tolist(), held.tolist()) == ([[2] * 3] * 2, [[1] * 3] * 2)
+    assert model.weight.grad is not held
+    assert id(model.bias.grad) == alone
+    held = None
+    watched = weakref.ref(model.weight.grad)
+    _twice(model)
+    assert watched() is None
+    model.weight.grad.label = "noted"
+    assert not hasattr(_twice(model), "label")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_nobody_holds_keeps_no_memory(stage):
+    model = shardproof.shard(nn.Linear(3, 2), stage)
+    model(torch.ones(1, 3)).sum().backward()
+    buffer = weakref.ref(model.weight.grad.buffer)
+    model.zero_grad()
+    assert buffer() is None

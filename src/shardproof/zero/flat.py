@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from shardproof.errors import StaleWeightsError
+from shardproof.zero.accumulated import Accumulated
 from shardproof.zero.autograd import unshard
 from shardproof.zero.comm.pending import Pending
 from shardproof.zero.device import address_of, storage_uses
-from shardproof.zero.layout import Layout
-from shardproof.zero.parameter import ShardedGradient, ShardedParameter
+from shardproof.zero.parameter import ShardedParameter
 from shardproof.zero.standing import Standing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from shardproof.zero.home import Home
     from shardproof.zero.schedule import Engine
     from shardproof.zero.unit import Unit
 
 
-class Flat(Layout):
+class Flat(Accumulated):
     """Parameters of one unit that share dtype and trainability, of which each rank holds a part.
 
     Attributes:
@@ -40,13 +40,7 @@ class Flat(Layout):
             they lie, `open_versions`: their versions, and `open_changes`: how often each parameter's value had changed,
             when it began. `edited`: which of them a forward was seen to edit where no version counts it
             (`p.data.mul_`).
-        grad: the reduced gradient of `shard`, same shape and dtype, or None.
-        partial: contributions of this rank that are not reduced yet, whole size, or None; `written` says of which
-            parameters.
-        used: which parameters got a contribution on this rank since ranks last agreed on that. `grown`: of those with
-            post-accumulate-grad hooks, which got one on any rank and are still to be told of it.
         versions: how often each parameter's value has changed.
-        captured: inside `torch.autograd.grad`, which parameters got a gradient; else None.
     """
 
     def __init__(
@@ -64,18 +58,9 @@ class Flat(Layout):
         super().__init__(shapes, dtype, *((comm.shards, comm.shard_rank) if engine.sharded else (1, 0)))
         self.requires_grad = [requires_grad] * len(names)
         self.home = self.find_home()
-        self._grad: torch.Tensor | None = None
-        self._grad_locals: list[torch.Tensor] | None = None
         self.versions = [0] * len(names)
         self.version, self.minor = 0, False
         self.edited: set[int] = set()
-        self.grad_dtype: torch.dtype = dtype
-        self.has_grad = [False] * len(names)
-        self.grad_version = 0
-        self.cleared: set[int] = set()
-        self.gradients: list[ShardedGradient | None] = [None] * len(names)
-        self.gradient_hooks: dict[int, dict[int, Callable[..., Any]]] = {}
-        self.post_hooks: dict[int, dict[int, Callable[..., Any]]] = {}
         self._reset_transient()
 
     def _reset_transient(self) -> None:
@@ -90,11 +75,6 @@ class Flat(Layout):
         self.open_at: list[int] = []
         self.open_versions: list[int] = []
         self.open_changes: list[int] = []
-        self.partial: torch.Tensor | None = None
-        self.written: set[int] = set()
-        self.used = [False] * len(self.names)
-        self.grown: set[int] = set()
-        self.captured: set[int] | None = None
 
     # --- this rank's values ---------------------------------------------------------------------------
 
@@ -252,7 +232,7 @@ class Flat(Layout):
         """The values of these parameters are others now; gathered copies are stale."""
         for index in indices:
             self.versions[index] += 1
-            self.engine.written.note_changed(self, index)
+        self.engine.written.note_changed(self, indices)
         self.version += len(indices)
         self.engine.changes += len(indices)
         if self.engine.watched_by_torch:
@@ -278,115 +258,13 @@ class Flat(Layout):
             self.engine.announce(self)
             self.version += 1
 
-    # --- gradients ------------------------------------------------------------------------------
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        return self._grad
-
-    @grad.setter
-    def grad(self, buffer: torch.Tensor | None) -> None:
-        self._grad, self._grad_locals = buffer, None
-
-    @property
-    def grad_locals(self) -> list[torch.Tensor]:
-        """This rank's slices of the present gradients."""
-        if self._grad_locals is None:
-            self._grad_locals = self.locals_of(cast("torch.Tensor", self.grad))
-        return self._grad_locals
-
-    def contribute(self, got: list[tuple[int, torch.Tensor]], scale: float) -> None:
-        """Add `scale` times whole gradients of this rank, by index, to what is not reduced yet."""
-        if self.partial is None:
-            self.partial = self.engine.pool.take(self.numel, self.grad_dtype)
-        more = [(index, grad) for index, grad in got if index in self.written]
-        new = [(index, grad.to_dense() if grad.is_sparse else grad) for index, grad in got if index not in self.written]
-        if more:
-            torch._foreach_add_([self.view(self.partial, i) for i, _ in more], [grad for _, grad in more], alpha=scale)
-        if not new:
-            return
-        places = [self.view(self.partial, index) for index, _ in new]
-        if len(new) == 1 and scale != 1.0 and new[0][1].dtype == self.grad_dtype:
-            torch.mul(new[0][1], scale, out=places[0])  # costs what the copy costs
-        else:
-            torch._foreach_copy_(places, [grad for _, grad in new])
-            if scale != 1.0:
-                torch._foreach_mul_(places, scale)
-        self.written.update(index for index, _ in new)
-
-    def take_partial(self) -> torch.Tensor:
-        """The contributions of this rank so far, of the whole size; new ones start anew."""
-        partial = cast("torch.Tensor", self.partial)
-        self.zero_rest(partial, self.written)
-        self.partial, self.written = None, set()
-        return partial
-
-    def clear_gradient(self, index: int) -> None:
-        """`p.grad = None`. The last one to go takes the buffer with it."""
-        self.has_grad[index] = False
-        self.gradients[index] = None
-        if any(self.has_grad):
-            self.cleared.add(index)
-        else:
-            self.grad = None
-            self.cleared.clear()
-
-    def own_gradient(self) -> torch.Tensor:
-        """The gradient buffer to write into. Ranges whose gradient was set to None start from zero, in a buffer
-        that no gradient handed out before can see."""
-        if self.grad is None:
-            self.grad = self.settled(torch.zeros_like(self.shard), self.shard.dtype)
-        elif self.cleared:
-            self.grad = self.settled(self.grad.detach().clone(), self.shard.dtype)
-            for index in self.cleared:
-                self.local_of(self.grad, index).zero_()
-        self.cleared.clear()
-        return self.grad
-
-    def add_gradient(self, reduced: torch.Tensor) -> None:
-        """Add a reduced, shard-sized gradient, which may be kept."""
-        self.engine.copies.take_in_gradients()
-        self.gradient_changed()
-        if self.grad is None:
-            self.grad = self.settled(reduced, self.shard.dtype)
-            self.cleared.clear()
-            return
-        in_graph = self.grad.requires_grad or reduced.requires_grad
-        if self.home is not None:
-            if not in_graph and not self.cleared:
-                self.home.add(self.grad, reduced)
-                return
-            reduced = reduced.to(self.device)
-            self.home.settle()
-        grad = self.own_gradient()
-        if in_graph:
-            self.grad = grad + reduced
-        else:
-            grad.add_(reduced)
-
-    def gradient_changed(self) -> None:
-        """The gradients are others now; whole copies of them are stale."""
-        self.grad_version += 1
-        self.engine.gradients.generation += 1
-
-    def gradient(self, index: int) -> ShardedGradient | None:
-        """`p.grad`: None, or a gradient bound to the present buffer."""
-        buffer = self._grad
-        if not self.has_grad[index] or buffer is None:
-            return None
-        known = self.gradients[index]
-        if known is None or known.buffer is not buffer:
-            known = self.gradients[index] = ShardedGradient.of(self, index, buffer)
-        return known
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Flat:
         copy = object.__new__(Flat)
         memo[id(self)] = copy
         copy.__dict__.update(self.__dict__)
         for name in ("requires_grad", "versions", "edited"):
             setattr(copy, name, getattr(self, name).copy())
-        copy.grad, copy.has_grad, copy.cleared = None, [False] * len(self.names), set()  # as with plain parameters
-        copy.gradients = [None] * len(self.names)
+        copy.without_gradients()  # as with plain parameters
         copy.gradient_hooks, copy.post_hooks = {}, {}
         copy._reset_transient()
         copy.set_shard(self.settled(self.shard.detach().clone(), self.shard.dtype))

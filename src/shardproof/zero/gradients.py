@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -55,7 +55,7 @@ class Gradients:
         self.in_flight: deque[tuple[Flat, Pending, int]] = deque()
         self.dirty = self.final = False
         self.swept: set[tuple[int, int]] = set()
-        self.last_look: tuple[int, int] | None = None
+        self.last_look: Collection[tuple[int, int]] = ()
         self.updated = self.cleared = False
         self.lent: dict[int, tuple[Flat, list[torch.Tensor]]] = {}
         self.end_is_noted = False
@@ -235,7 +235,7 @@ class Gradients:
         if not self.final and not in_backward():
             self._finish()
 
-    def _begins_sweep(self, look: tuple[int, int]) -> bool:
+    def _begins_sweep(self, look: Collection[tuple[int, int]]) -> bool:
         """Whether somebody begins to look through the gradients once more.
 
         [Note: looking without having anything]
@@ -246,11 +246,11 @@ class Gradients:
         """
         if look == self.last_look and self.final:  # `if p.grad is not None: p.grad...`
             return False
-        begins = look in self.swept or not self.swept
+        begins = not self.swept or not self.swept.isdisjoint(look)
         if begins:
             self.swept.clear()
-        self.swept.add(look)
-        self.last_look = look
+        self.swept.update(look)
+        self.last_look = look if len(look) == 1 else ()
         return begins
 
     def _finish(self) -> None:
@@ -302,13 +302,14 @@ class Gradients:
     # --- as the user sees them ----------------------------------------------------------------------
 
     def get(self, flat: Flat, index: int) -> ShardedGradient | None:
-        if self.comm.size > 1 or self.dirty:  # else there is nobody to be there for
-            self.look([(flat.index, index)])
+        self.look(((flat.index, index),))
         return flat.gradient(index)
 
-    def look(self, places: Iterable[tuple[int, int]]) -> None:
+    def look(self, places: Collection[tuple[int, int]]) -> None:
         """Somebody looks at the gradients of these parameters, by flat and index."""
-        begins = sum(map(self._begins_sweep, places)) > 0  # each is noted
+        if self.comm.size == 1 and not self.dirty:  # there is nobody to be there for
+            return
+        begins = self._begins_sweep(places)
         if (self.dirty or (begins and not self.updated)) and not in_backward():
             self._finish()
         if begins:
@@ -336,7 +337,7 @@ class Gradients:
         if value is None:
             flat.clear_gradient(index)
             self.cleared = True
-            if not any(any(f.has_grad) for unit in reversed(self.engine.units) for f in unit.flats):
+            if flat.grad is None and not any(any(f.has_grad) for f in self.engine.flats):
                 self.final = False
             return
         if isinstance(value, ShardedGradient) and value.flat is flat and value.buffer is flat.grad:

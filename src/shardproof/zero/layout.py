@@ -72,10 +72,12 @@ class Layout:
 
     def locals_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """This rank's slices of all parameters in a shard-sized buffer."""
-        parts = shard.detach().split_with_sizes(self._cuts)[1::2]
+        buffer = shard.detach()
         if self.parts > 1:
-            return list(parts)
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+            return list(buffer.split_with_sizes(self._cuts)[1::2])
+        at, places = buffer.storage_offset(), zip(self.shapes, self.strides, self.offsets, strict=True)
+        # One operation for each: next to cutting and viewing it takes the host half the time.
+        return [buffer.as_strided(shape, stride, at + offset) for shape, stride, offset in places]
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a buffer of the whole size. It has a version of its own."""

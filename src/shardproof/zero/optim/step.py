@@ -9,10 +9,12 @@ step `param_groups` and `state` are keyed by the parameters, as the user knows t
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
 import sys
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,7 +152,8 @@ class _Swap:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.pairs: Pairs = []
-        self.given: list[tuple[torch.Tensor | None, int]] = []  # of each pair: the gradient, the version of the slice
+        # Of each pair: the gradient, the version of the slice, and where it lies.
+        self.given: list[tuple[torch.Tensor | None, int, int]] = []
         self.owned: list[tuple[Owners, list[tuple[ShardedParameter, torch.Tensor]], dict[int, torch.Tensor]]] = []
         self.first: list[tuple[Engine, Pairs, list[tuple[bool, int]]]] = []
 
@@ -168,20 +171,24 @@ class _Swap:
                 setattr(optimizer, name, told.cpu())
         whole = updated_whole(optimizer) if any(engine.sharded for engine in engines) else set()
         local_of = self._gather_whole([p for p in params if p.flat.engine.sharded and id(p) in whole])
-        for p in params:
-            flat, index = p.flat, p.index
-            local = local_of.get(id(p))
-            if local is None:
-                local = local_of[id(p)] = flat.locals[index]
-                local.grad = flat.grad_locals[index] if flat.has_grad[index] and flat.grad is not None else None
-            if len(p.__dict__) > 2:  # more than what every one has
-                local.__dict__.update(written_on(p))
-            self.pairs.append((p, local))
-            self.given.append((local.grad, local._version))
-            if p in optimizer.state:
-                state = optimizer.state.pop(p)
-                state = state if optimizer.__dict__.get("_shardproof_steps") else in_master_dtype(p, state)
-                optimizer.state[local] = beside(p, state if id(p) in whole else cut(state, p))
+        stepped, states = optimizer.__dict__.get("_shardproof_steps"), optimizer.state
+        for flat, members in itertools.groupby(params, key=attrgetter("flat")):  # what is of the flat is asked for once
+            grads = None if flat.grad is None else flat.grad_locals
+            for p in members:
+                index, local, grad = p.index, local_of.get(id(p)), None
+                if local is None:
+                    local = local_of[id(p)] = flat.locals[index]
+                    if grads is not None and flat.has_grad[index]:
+                        grad = local.grad = grads[index]
+                else:
+                    grad = local.grad
+                if len(p.__dict__) > 2:  # more than what every one has
+                    local.__dict__.update(written_on(p))
+                self.pairs.append((p, local))
+                self.given.append((grad, local._version, local.data_ptr()))
+                if (state := states.pop(p, None)) is not None:
+                    state = state if stepped else in_master_dtype(p, state)
+                    states[local] = beside(p, state if id(p) in whole else cut(state, p))
         for group in optimizer.param_groups:
             group["params"] = [local_of.get(id(p), p) for p in group["params"]]
 
@@ -237,15 +244,16 @@ class _Swap:
         for group in optimizer.param_groups:
             group["params"] = [params.get(id(p), p) for p in group["params"]]
         changed: dict[Flat, list[int]] = {}
-        for (p, local), (grad, version) in zip(self.pairs, self.given, strict=True):
-            if local in optimizer.state:
-                state = optimizer.state[p] = optimizer.state.pop(local)
-                if p.flat.home is not None:
-                    p.flat.home.keep_state(state, local.numel())
-            if local is p.flat.locals[p.index]:  # no whole one
+        for (p, local), (grad, version, at) in zip(self.pairs, self.given, strict=True):
+            flat = p.flat
+            if (state := optimizer.state.pop(local, None)) is not None:
+                optimizer.state[p] = state
+                if flat.home is not None:
+                    flat.home.keep_state(state, local.numel())
+            if local is flat.locals[p.index]:  # no whole one
                 if grad is not None or local._version != version:
-                    changed.setdefault(p.flat, []).append(p.index)
-                _take_back(p, local, grad)
+                    changed.setdefault(flat, []).append(p.index)
+                _take_back(p, local, grad, at)
             local.grad = None
         for flat, indices in changed.items():
             flat.changed(*indices)
@@ -263,19 +271,21 @@ class _Swap:
         self.leave(complete=False)
 
 
-def _take_back(p: ShardedParameter, local: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """What a step did to the slice beside writing into it: `p.data = ...`, `p.grad = None`, `p.grad = ...`."""
+def _take_back(p: ShardedParameter, local: torch.Tensor, grad: torch.Tensor | None, at: int) -> None:
+    """What a step did to the slice, which lay `at`, beside writing into it: `p.data = ...`, `p.grad = None`,
+    `p.grad = ...`."""
     flat = p.flat
-    if local.numel() and address_of(local) != address_of(flat.shard):
+    if (local.data_ptr() != at or not at) and local.numel() and address_of(local) != address_of(flat.shard):
         with torch.no_grad():
             place = flat.local_of(flat.shard, p.index)
             local.data = place.copy_(local)
-    if grad is None or local.grad is grad:
+    left = local.grad
+    if grad is None or left is grad:
         return
-    if local.grad is None:
+    if left is None:
         p.grad = None
     else:
-        grad.copy_(local.grad)
+        grad.copy_(left)
         flat.gradient_changed()
 
 

@@ -139,12 +139,12 @@ class Written:
                 for index in range(len(flat.names)):
                     self.note_left(flat, index, flat.view(flat.gathered, index))
 
-    def note_changed(self, flat: Flat, index: int) -> None:
-        """The engine has changed a parameter: what was left before is there no more. A rank that has left nothing may
+    def note_changed(self, flat: Flat, indices: Iterable[int]) -> None:
+        """The engine has changed parameters: what was left before is there no more. A rank that has left nothing may
         have had the same values, so of these only ranks that have are compared."""
-        key = False, flat.index, index
-        if key in self.left:
-            self.replaced[key] = self.left.pop(key)
+        for key in [(False, flat.index, index) for index in indices] if self.left else ():
+            if key in self.left:
+                self.replaced[key] = self.left.pop(key)
 
     # --- at the end of a step, or where values are collected, on all ranks alike ----------------------
 
