@@ -115,6 +115,17 @@ def load(files: Sequence[str]) -> Plugins:
     return _load(tuple(dict.fromkeys(str(Path(file).expanduser().absolute()) for file in files)))
 
 
+def check_names(config: Any, plugins: Plugins) -> None:
+    """Raise ConfigError for a name in the options of a run that neither `plugins` nor we have."""
+    for kind, about in KINDS.items():
+        if kind == "loss" and config.recipe != "sft":
+            continue  # it is one of the task's own
+        named = getattr(config, about.field, None)
+        for name in named if isinstance(named, list) else [named] if named is not None else []:
+            if not (kind == "reward" and ":" in name):
+                plugins.find(kind, name)
+
+
 def check_files(files: Sequence[str], option: str = OPTION) -> None:
     """Raise ConfigError for what is no Python file, without running any."""
     for file in files:

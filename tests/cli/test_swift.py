@@ -863,3 +863,45 @@ def test_a_command_may_be_longer_than_the_name_of_a_file(capfd):
 def test_rows_of_a_hub_are_said_to_be_read_without_what_swifts_list_has_for_them(dataset, told):
     _, notes, _ = swift.translate(f"swift sft --model m --dataset {dataset}")
     assert any("read as they stand" in note for note in notes) is told
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("--optimizer lorap --lorap_lr_ratio 16", "--optimizer lorap: an option of ms-swift without equivalent here"),
+        ("--optimizer galore", "--optimizer galore: there is no such optimizer"),
+        ("--report_to swanlab", "--report-to swanlab: an option of ms-swift without equivalent here"),
+        ("--report_to tensorboard swanlab", "--report-to swanlab"),
+        (
+            "--task_type embedding --loss_type online_contrastive",
+            "--loss-type online_contrastive: an option of ms-swift",
+        ),
+        ("--loss_type focal", "--loss focal: there is no such loss"),
+        ("--val_dataset v --eval_metric acc", "--metrics acc: there is no such metric"),
+    ],
+)
+def test_names_that_nobody_has_are_told_before_the_command_is_run(given, told):
+    command, _, missing = swift.translate(f"swift sft --model m --dataset d --train_type full {given}")
+    assert len(missing) == 1, command
+    assert told in missing[0]
+
+
+def test_rewards_that_nobody_has_are_told_and_those_of_files_and_plugins_are_not():
+    said = "swift rlhf --rlhf_type grpo --model m --dataset d --train_type full --reward_funcs accuracy"
+    *_, missing = swift.translate(f"{said} cosine")
+    assert ["--reward-funcs cosine: there is no such reward" in one for one in missing] == [True]
+    assert swift.translate(f"{said} mine.py:long")[2] == []
+    assert swift.translate(f"{said} cosine --external_plugins p.py")[2] == []
+    own = "--external_plugins p.py --optimizer own --loss_type own"
+    assert swift.translate(f"swift sft --model m --dataset d {own}")[2] == []
+
+
+@pytest.mark.parametrize("more", ["", " --load_best_model_at_end false"])
+def test_a_metric_that_nothing_goes_by_is_left_out(more):
+    """There it decides nothing, and here the run would be refused for it."""
+    said = f"swift sft --model m --dataset d --val_dataset v --metric_for_best_model acc{more}"
+    command, notes, missing = swift.translate(said)
+    assert missing == []
+    assert "--best-metric" not in command
+    assert "--best-metric acc is left out: it would decide nothing" in notes
+    assert "--best-metric acc" in swift.translate(f"{said.replace(' false', ' true')} --early_stop_interval 3")[0]

@@ -20,6 +20,7 @@ from shardproof.cli.swift_places import placed
 from shardproof.cli.swift_values import ADDED, NLG, TOWERS
 from shardproof.data.hub import hub_name
 from shardproof.errors import ConfigError
+from shardproof.plugins import Plugins, check_names
 from shardproof.train.config import RunConfig
 from shardproof.train.contradictions import LORA, OF_ANSWERS, check_together
 from shardproof.train.rlhf_config import REFERRED
@@ -239,9 +240,13 @@ def _built(config: type[RunConfig], values: dict[str, list[str]]) -> RunConfig:
 
 
 def _refused(config: type[RunConfig], values: dict[str, list[str]]) -> list[str]:
-    """What the command would be refused for, as far as its options say."""
+    """What the command would be refused for, as far as its options say. What the files of plugins register is not known
+    before they are run."""
+    built = _built(config, values)
     try:
-        check_together(_built(config, values))
+        check_together(built)
+        if not built.external_plugins:
+            check_names(built, Plugins())
     except ConfigError as error:
         return [f"the command as it stands is refused: {error}"]
     return []
@@ -345,9 +350,13 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
         notes.append("prompts that are longer than --max-length are left out here, and lose their beginning there")
 
 
+def _is_on(values: dict[str, list[str]], name: str) -> bool:
+    return values.get(name, ["no"])[:1] not in (["no"], ["false"])
+
+
 def _answers(values: dict[str, list[str]]) -> bool:
     """Whether an evaluation is answered."""
-    return values.get("predict_with_generate", ["no"])[:1] not in (["no"], ["false"])
+    return _is_on(values, "predict_with_generate")
 
 
 def _holds_out(values: dict[str, list[str]]) -> bool:
@@ -360,10 +369,12 @@ def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str])
     idle = LORA if values["tuner"] == ["full"] else ()
     if values["gradient_checkpointing"][:1] in (["no"], ["false"]):
         idle = (*idle, "checkpointing_reentrant")
-    if values.get("packing", ["false"])[:1] not in (["no"], ["false"]):
+    if _is_on(values, "packing"):
         idle = (*idle, "padding_free")
     if not _answers(values):
         idle = (*idle, *OF_ANSWERS)
+    if not (_is_on(values, "keep_best") or "early_stop" in values):
+        idle = (*idle, "best_metric")
     if values.get("sequence_parallel", ["1"]) != ["1"]:
         notes += [
             f"{options.flag(name)} {' '.join(values.pop(name))} is left out: {why}"

@@ -8,7 +8,7 @@ from functools import partial
 
 from shardproof.data.formats import FIELDS
 from shardproof.errors import ConfigError
-from shardproof.train.option import BEGINNINGS
+from shardproof.train.option import BEGINNINGS, REPORTS
 
 HIDES = ("_", "-")  # fields that no row has, to which Swift's own lists of columns bring what is not to be read
 Ours = list[tuple[str, list[str]]]  # our option and its values
@@ -68,6 +68,29 @@ def _optim(values: list[str]) -> Ours:
     return [("optimizer", [found])] if found else []
 
 
+# Swift's own optimizers that other options ask for here.
+ASKED_BY = {
+    "lorap": "--lorap-lr-ratio 16 is LoRA+ with any optimizer: leave --optimizer out",
+    "multimodal": "--part-learning-rates goes with any optimizer: leave --optimizer out",
+}
+
+
+def _optimizer(values: list[str]) -> Ours:
+    name = " ".join(values).lower()
+    if name in ASKED_BY:
+        raise ConfigError(f"--optimizer {name}: an option of ms-swift without equivalent here; {ASKED_BY[name]}.")
+    return [("optimizer", values)]
+
+
+def _report_to(values: list[str]) -> Ours:
+    if others := [name for name in ",".join(values).split(",") if name.lower() not in REPORTS]:
+        raise ConfigError(
+            f"--report-to {' '.join(others)}: an option of ms-swift without equivalent here; there is"
+            f" {', '.join(REPORTS)}."
+        )
+    return [("report_to", values)]
+
+
 def _bits(values: list[str]) -> Ours:
     """Of a base, packed by bitsandbytes."""
     bits = " ".join(values).lower()
@@ -108,6 +131,11 @@ def _loss_type(values: list[str]) -> Ours:
     value = " ".join(values)
     if value.lower() == "none":
         return []
+    if value == "online_contrastive":
+        raise ConfigError(
+            f"--loss-type {value}: an option of ms-swift without equivalent here; --task embedding takes"
+            " --loss infonce, cosine_similarity and contrastive."
+        )
     return [("loss_type", values)] if value in ("nll", "dft") else [("loss", [RANKING.get(value, value)])]
 
 
@@ -258,6 +286,8 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "gradient_checkpointing_kwargs": _checkpointing,
     "train_sampling_strategy": _sampling,
     "optim": _optim,
+    "optimizer": _optimizer,
+    "report_to": _report_to,
     "quant_bits": _bits,
     "init_weights": _init_weights,
     "sleep_level": _sleep,

@@ -31,6 +31,7 @@ from shardproof.train.attention import choose_attention, share_rows
 from shardproof.train.changes import add_tokens, grow, stretching
 from shardproof.train.config import RunConfig
 from shardproof.train.folder import ADAPTER, CONFIG, MODEL
+from shardproof.train.option import REPORTS
 from shardproof.train.parts import freeze_head
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -145,12 +146,11 @@ def is_local(model: str) -> bool:
 
 def check_packages(config: RunConfig) -> None:
     """Raise ConfigError for an option whose package is not installed."""
-    needed = {"tensorboard": "tensorboard", "wandb": "wandb"}
     for name in config.report_to:
-        if name not in ("none", *needed):
-            raise ConfigError(f"--report-to {name}: the choices are none, {', '.join(needed)}.")
-        if name in needed and importlib.util.find_spec(needed[name]) is None:
-            raise ConfigError(f"--report-to {name} needs the package {needed[name]}: pip install {needed[name]}")
+        if name not in REPORTS:
+            raise ConfigError(f"--report-to {name}: the choices are {', '.join(REPORTS)}.")
+        if name != "none" and importlib.util.find_spec(name) is None:
+            raise ConfigError(f"--report-to {name} needs the package {name}: pip install {name}")
 
 
 def check_attention(config: RunConfig) -> None:

@@ -35,6 +35,7 @@ def _at_commas(value: Any) -> Any:
 
 
 Names = Annotated[list[str], BeforeValidator(_at_commas)]
+REPORTS = ("none", "tensorboard", "wandb")  # where records go besides metrics.jsonl
 BEGINNINGS = "gaussian, orthogonal, pissa, pissa_niter_N, olora"
 
 

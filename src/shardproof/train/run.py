@@ -31,7 +31,7 @@ from shardproof.interrupts import raise_again
 from shardproof.models.classes import check_looks_back
 from shardproof.models.family import CAUSAL
 from shardproof.models.packed import check_can_unpack
-from shardproof.plugins import KINDS, check_files, load
+from shardproof.plugins import check_files, check_names, load
 from shardproof.train.adapters import check_named_parts
 from shardproof.train.batch import Batch, steps_of
 from shardproof.train.beginning import begin_adapters, check_beginning, check_begun
@@ -165,14 +165,7 @@ def check(config: RunConfig, world_size: int) -> Batch:
 
 def check_plugins(config: RunConfig) -> None:
     """Run --external-plugins, and raise ConfigError for a name that neither they nor we have."""
-    plugins = load(config.external_plugins)
-    for kind, about in KINDS.items():
-        if kind == "loss" and config.recipe != "sft":
-            continue  # it is one of the task's own
-        named = getattr(config, about.field, None)
-        for name in named if isinstance(named, list) else [named] if named is not None else []:
-            if not (kind == "reward" and ":" in name):
-                plugins.find(kind, name)
+    check_names(config, load(config.external_plugins))
 
 
 def read(
