@@ -145,6 +145,37 @@ def test_what_cannot_be_planned_is_refused(small, options, capsys):
     assert options[0] in capsys.readouterr().err
 
 
+OWN = """
+import shardproof
+
+@shardproof.register_model("own_kind")
+def own(folder, **options):
+    raise AssertionError("nothing is loaded")
+"""
+
+
+@pytest.mark.parametrize("plugins", [[], ["--external-plugins", "own.py"]], ids=["alone", "with its plugin"])
+def test_a_model_of_a_plugin_is_refused_in_words_about_plan(plugins, tmp_path, monkeypatch, capsys):
+    """Transformers says of it that a newer transformers may know it."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN)
+    Path("config.json").write_text(json.dumps({"model_type": "own_kind", "architectures": ["Own"]}))
+    assert main(["plan", "--model", "config.json", *plugins]) == 2
+    err = capsys.readouterr().err
+    assert "own_kind" in err
+    assert "plan counts models of transformers" in err
+    assert "shardproof doctor" in err
+    assert "out of date" not in err
+
+
+def test_a_known_kind_that_a_plugin_loads_is_not_planned_as_what_it_is_not(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    kind = json.loads((small / "config.json").read_text())["model_type"]
+    Path("own.py").write_text(OWN.replace("own_kind", kind))
+    assert main(["plan", "--model", str(small), "--external-plugins", "own.py"]) == 2
+    assert "plan counts models of transformers" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_model_of_72_billion_parameters(tmp_path):
     """Every stage, on up to 1,024 processes."""

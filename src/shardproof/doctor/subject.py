@@ -54,6 +54,7 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
     from shardproof.train.parts import freeze_head, in_bits
 
     source = source_of(config)
+    check_of_transformers(source, config)
     check_trained(source, config)
     tasks = {SCORER: "SEQ_CLS", "AutoModel": "FEATURE_EXTRACTION"}
     task = tasks.get(auto, "CAUSAL_LM")
@@ -80,6 +81,26 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
     as_held(model, config, unsaved=config.tuner == "lora")
     model.train()
     return model
+
+
+def check_of_transformers(source: str, config: PlanConfig) -> None:
+    """Raise ConfigError for a model of a plugin's, whose class may do anything where it is made."""
+    from transformers import CONFIG_MAPPING
+
+    from shardproof.plugins import load
+    from shardproof.train.models import registered_model
+
+    path = Path(source).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    kind = found.get("model_type")
+    plugins = load(config.external_plugins)
+    loaded = plugins.names("model") and path.is_dir() and registered_model(source, plugins) is not None
+    if loaded or (kind and kind not in CONFIG_MAPPING and not found.get("auto_map")):
+        raise ConfigError(
+            f"--model {config.model} is a {kind}: plan counts models of transformers, and none of a plugin's."
+            " 'shardproof doctor' runs two steps of it."
+        )
 
 
 def check_trained(source: str, config: PlanConfig) -> None:
