@@ -613,6 +613,18 @@ def test_towers_are_frozen_as_they_are_there():
     assert "--freeze" not in options(swift.translate("swift sft --model Qwen/Qwen3-8B --dataset a.jsonl")[0])
 
 
+def test_parts_of_a_model_of_text_are_left_out_as_they_say_nothing_there(tmp_path):
+    said = f"swift sft --model {tmp_path} --dataset a.jsonl --freeze_llm true --freeze_vit true --vit_lr 1e-5"
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "qwen3", "max_position_embeddings": 64}')
+    command, notes, missing = swift.translate(said)
+    assert missing == []
+    assert not {"--freeze", "--part-learning-rates"} & options(command).keys()
+    assert sum("of whose parts it says nothing" in note for note in notes) == 2
+    config.write_text('{"model_type": "qwen3_vl", "vision_config": {}, "text_config": {}}')
+    assert options(swift.translate(said)[0])["--freeze"].split() == ["llm", "vision", "audio"]
+
+
 def test_variables_are_options(monkeypatch):
     monkeypatch.setenv("MAX_PIXELS", "1003520")
     monkeypatch.setenv("ENABLE_AUDIO_OUTPUT", "0")

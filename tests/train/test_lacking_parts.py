@@ -116,6 +116,15 @@ def test_towers_may_be_named_together(options: dict[str, Any], here: list[str], 
         without_lacking(config, here)
 
 
+def test_swifts_freezing_of_the_language_model_says_nothing_of_a_model_of_text() -> None:
+    """It is a part of models that see or hear there; by our option it leaves nothing to train."""
+    config, ours = SftConfig(freeze=["llm", "vision"]), SftConfig(freeze=["llm"])
+    config.model_fields_set.add("freeze_llm")
+    assert without_lacking(config, ["llm"]).freeze == []
+    assert without_lacking(config, ["llm", "vision"]).freeze == ["llm", "vision"]
+    assert without_lacking(ours, ["llm"]).freeze == ["llm"]
+
+
 def test_limits_of_files_say_that_a_model_of_text_takes_none(tiny: Path, tiny_models: Any, caplog) -> None:
     given = {"fps": 2.0, "max_frame_pixels": 99, "max_length": 9}
     for model, plugins, said in ((str(tiny), [], True), (str(tiny), ["own.py"], False), ("qwen2_5_vl", [], False)):

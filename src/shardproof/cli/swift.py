@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from shardproof.cli import export, infer, options, shell
 from shardproof.cli.deepspeed_file import same
-from shardproof.cli.swift_models import longest, looks_or_hears, token_side
+from shardproof.cli.swift_models import longest, looks_or_hears, token_side, without_parts
 from shardproof.cli.swift_options import as_words, at_odds, from_environment, hint, meant_as_ours, other_meanings, ours
 from shardproof.cli.swift_places import placed
 from shardproof.cli.swift_values import ADDED, NLG, TOWERS
@@ -142,6 +142,7 @@ def _brought_over(line: shell.Line) -> tuple[str, list[str], list[str]]:
     known = meant_as_ours({*config.model_fields, "run_file"}, given)
     notes: list[str] = []
     values, missing = _adopted(line, known, notes)
+    without_parts(values, given, notes)
     in_file = any(name == "config" for name, _ in line.options)
     own_model = ("model",) if "adapters" not in values else ()  # adapters know theirs
     for name in () if in_file else (*own_model, "dataset"):

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+
+from shardproof.train.lacking import OF_SWIFT
 
 
 def looks_or_hears(model: str) -> bool:
     """Whether the name of a model says that it takes more than text."""
     return bool(re.search(r"omni|audio|vision|llava|internvl|minicpm-?[vo]|gemma-?3|(^|[-_/.\d])vl", model.lower()))
+
+
+def without_parts(values: dict[str, list[str]], given: Collection[str], notes: list[str]) -> None:
+    """Leave out what is said of the parts of a model of text: nothing there, where it has none."""
+    config = _config_of(values.get("model", [""])[0])
+    if not config or any(re.search("vis|vit|aud|image|thinker", name) for name in config):
+        return
+    for option, theirs in OF_SWIFT.items():
+        if option in values and not {*given}.isdisjoint(theirs):
+            said = f"--{option.replace('_', '-')} {' '.join(values.pop(option))}"
+            notes.append(f"{said} is left out: {values['model'][0]} is a model of text, of whose parts it says nothing")
 
 
 def token_side(model: str) -> int | None:

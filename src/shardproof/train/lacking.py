@@ -16,6 +16,7 @@ log = logging.getLogger("shardproof")
 
 Config = TypeVar("Config", bound=RunConfig)
 
+LLM = "llm"  # all that a model of text has
 TOWERS = ("vision", "audio", "aligner")  # which may be named together, for a model that has some of them
 # Options of ms-swift, as they are noted among those that were given: of a model of text they say nothing there.
 OF_SWIFT = {
@@ -37,6 +38,8 @@ def without_lacking(config: Config, here: Sequence[str]) -> Config:
     for option, theirs in OF_SWIFT.items():
         named = getattr(config, option)
         lacking = [part for part in named if part not in here and not _in_company(part, named, here)]
+        if option == "freeze" and "freeze_llm" in config.model_fields_set and list(here) == [LLM]:
+            lacking = list(named)  # there it is a part of what sees or hears
         lacking = [part for part in lacking if part not in _recorded(config, option, lacking)]
         if not lacking:
             continue
