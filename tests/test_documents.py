@@ -106,3 +106,16 @@ def test_links_lead_somewhere(page) -> None:
         there = (page.parent / path).resolve() if path else page
         assert there.exists(), path
         assert not anchor or there.suffix != ".md" or anchor in slugs(there), f"{path}#{anchor}"
+
+
+def in_tables(page: Path) -> set[str]:
+    """The options that the tables of a page name in code."""
+    rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    return {
+        option for row in rows for code in re.findall(r"`([^`]+)`", row) for option in re.findall(r"--\w[\w-]*", code)
+    }
+
+
+def test_the_page_about_swift_has_the_same_options_in_both_languages() -> None:
+    english, chinese = (ROOT / "docs" / folder / "moving-from-swift.md" for folder in ("", "zh"))
+    assert in_tables(english) == in_tables(chinese)
