@@ -252,6 +252,24 @@ def test_what_a_model_lacks_for_writing_is_named(recurrent: Path) -> None:
         ask(recurrent, "faulty")
 
 
+def test_a_run_is_asked_as_the_model_that_it_was_trained_as(recurrent: Path, tiny: Path, tmp_path: Path, capfd) -> None:
+    """By --model-type; what its config says may be another model."""
+    import shutil
+
+    from shardproof.cli.main import main
+
+    run = shutil.copytree(recurrent, tmp_path / "run")
+    (run / "config.yaml").write_text("model_type: mute\n")
+    ask, plugin = ["infer", str(run), "--prompt", "one"], ["--external-plugins", str(recurrent / "recurrent_plugin.py")]
+    assert main([*ask, *plugin]) == 2
+    assert "Mute writes no answers" in capfd.readouterr().err
+    shutil.rmtree(run / "model")
+    shutil.copytree(tiny, run / "model")  # whose kind transformers knows
+    for command in (ask, ["export", str(run), str(tmp_path / "out")]):
+        assert main(command) == 2
+        assert "--model-type mute: there is no such model" in capfd.readouterr().err
+
+
 def test_an_answer_without_text_is_explained(recurrent: Path, tmp_path: Path, capfd) -> None:
     """It may be the end at once, as of a model that has learned little."""
     import shutil

@@ -26,7 +26,9 @@ class ExportConfig(BaseModel):
     max_shard_size: str = Field("5GB", description="largest size of a file of weights")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     external_plugins: list[str] = Field([], description="Python files of your own that register the model")
-    model_type: str | None = Field(None, description="load it as this model of a plugin (default: as its config says)")
+    model_type: str | None = Field(
+        None, description="load it as this model of a plugin (default: as in the run, or as its config says)"
+    )
     verbose: bool = Field(False, description="show the messages of libraries, too")
     debug: bool = Field(False, description="show tracebacks")
 

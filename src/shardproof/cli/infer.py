@@ -95,8 +95,12 @@ class InferConfig(BaseModel):
     stream: bool = Field(True, description="show the answer while it is generated")
     nproc: int = Field(1, description="processes to shard the model over", ge=1)
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
-    external_plugins: list[str] = Field([], description="Python files of your own that register the model")
-    model_type: str | None = Field(None, description="load it as this model of a plugin (default: as its config says)")
+    external_plugins: list[str] = Field(
+        [], description="Python files of your own that register the model, or answer metrics"
+    )
+    model_type: str | None = Field(
+        None, description="load it as this model of a plugin (default: as in the run, or as its config says)"
+    )
     verbose: bool = Field(False, description="show the messages of libraries, too")
     debug: bool = Field(False, description="show tracebacks")
 
@@ -200,6 +204,7 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     from shardproof.train.chat import Chat
     from shardproof.train.config import SftConfig
     from shardproof.train.labelling import RELEVANCE, labels_in
+    from shardproof.train.loaded import loaded_as
     from shardproof.train.media import check_media_root
     from shardproof.train.pooling import embedding_in
     from shardproof.train.sampling import Sampling
@@ -236,7 +241,7 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
         config.template_variables,
         config.plain,
         plugins,
-        config.model_type,
+        loaded_as(folder, plugins, config.model_type),
         stage,
         media,
     )

@@ -32,7 +32,7 @@ from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
 from shardproof.train.folder import ADAPTER, BASE, CONFIG, MODEL, base_of, recorded_in, tell_other_weights
 from shardproof.train.labelling import labels_in, labels_of, load_classifier
-from shardproof.train.loaded import model_folder, on_base
+from shardproof.train.loaded import loaded_as, model_folder, on_base
 from shardproof.train.media import files_taken
 from shardproof.train.models import (
     TINY,
@@ -244,7 +244,7 @@ def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str |
         tell_other_weights(folder.parent, source)
     change = {"change": found} if (found := stretching(changes)) else {}
     try:
-        load = _loader(folder, processing, plugins, model_type)
+        load = _loader(folder, processing, plugins, loaded_as(folder, plugins, model_type))
         model = _ordinary(load(source, dtype="auto", trust_remote_code=trust_remote_code, **change))
     except ConfigError:
         raise

@@ -14,16 +14,18 @@ from shardproof.integrations.four_bits import adopt
 from shardproof.models.classes import with_values
 from shardproof.models.family import without_adapters
 from shardproof.models.whole_files import check_whole_files
+from shardproof.plugins import Plugins
 from shardproof.train.begun import BY_CHANCE, CHANGING, not_of_base, read_what_is_replaced
 from shardproof.train.changes import changed_by, grow, stretching
 from shardproof.train.config import SftConfig
-from shardproof.train.folder import ADAPTER, CONFIG, MODEL, base_of, tell_other_weights
+from shardproof.train.folder import ADAPTER, CONFIG, MODEL, base_of, recorded_in, tell_other_weights
 from shardproof.train.models import (
     WEIGHTS,
     check_base,
     first_line,
     load_processing,
     of_a_checkpoint,
+    registered_model,
     said_of,
     tokenizer_of,
 )
@@ -57,6 +59,16 @@ def model_folder(run: str) -> Path:
         raise ConfigError(f"There are no weights in {folder}.{hint}")
     check_whole_files(folder)
     return folder
+
+
+def loaded_as(folder: Path, plugins: Plugins, model_type: str | None = None) -> str | None:
+    """`model_type`, or the one by which the run of these weights has loaded its model; none of a folder of no run."""
+    if model_type is not None or folder.name != MODEL:
+        return model_type
+    found = recorded_in(folder.parent).get("model_type")
+    if isinstance(found, str) and found not in plugins.names("model"):
+        registered_model(str(folder), plugins)  # which tells of a class that transformers does not know
+    return found if isinstance(found, str) else None
 
 
 def on_base(model: Any, folder: Path, base: str) -> Any:
