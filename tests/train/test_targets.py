@@ -85,6 +85,31 @@ def test_those_of_one_part_leave_the_experts_of_others_alone(tiny_models) -> Non
     assert any("experts" in name for name in found)
 
 
+def test_names_and_expressions_reach_the_parts_that_are_trained(tiny_models) -> None:
+    """Towers have layers of the same names as the language model, and so has a talker."""
+    from shardproof.models.classes import load_pretrained
+
+    def of(kind: str, **options: Any) -> tuple[set[str], set[str]]:
+        model = load_pretrained(str(tiny_models(kind)))
+        part_of = anatomy(model).part_of
+        found = adapted(model, **options)
+        return {part_of[name] for name in found}, {name.split(".")[-2] for name in found}
+
+    named = {"target_modules": ["q_proj", "fc1"]}
+    assert of("llava", **named) == ({"llm", "vision"}, {"q_proj", "fc1"})
+    assert of("llava", **named, freeze=["vision"]) == ({"llm"}, {"q_proj"})
+    assert of("llava", target_modules=[r".*\.(q_proj|linear_1)"], train_parts=["aligner"]) == (
+        {"aligner"},
+        {"linear_1"},
+    )
+    experts = {"target_modules": ["q_proj", "gate_proj", "up_proj"]}
+    assert of("qwen3_omni_moe", **experts) == ({"llm", "audio"}, {"q_proj", "experts"})
+    stacks = {"target_parameters": ["mlp.experts.down_proj"], "target_modules": ["o_proj"]}
+    assert of("qwen3_omni_moe", **stacks) == ({"llm"}, {"o_proj", "experts"})
+    with pytest.raises(ConfigError, match="--target-modules fc1: all of this is in parts that are not trained, vision"):
+        of("llava", target_modules=["fc1"], freeze=["vision", "aligner"])
+
+
 def test_names_and_expressions_reach_what_they_say() -> None:
     every = adapted(mixture("Qwen3Moe"), target_modules=["q_proj", "gate_proj", "up_proj"])
     assert {re.sub(r".*\.\d+\.", "", name) for name in every} == {"self_attn.q_proj.weight", PROJECTIONS[0]}

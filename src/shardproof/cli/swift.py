@@ -153,7 +153,7 @@ def _brought_over(line: shell.Line) -> tuple[str, list[str], list[str]]:
     missing += other_meanings(line.variables, of_swift=True)
     built = _built(config, values)
     if looks_or_hears(values.get("model", [""])[0]):
-        _freeze_towers(values, given)
+        _freeze_towers(values, given, notes)
     _add_defaults(values, known, notes, int(nodes) if (nodes := line.variables.get("NNODES", "1")).isdigit() else 1)
     if "rlhf_type" in known:
         missing += _without_meaning(values, built)
@@ -297,8 +297,13 @@ def _from_environment(environment: dict[str, str], model: str, notes: list[str])
     return found | from_environment(environment)
 
 
-def _freeze_towers(values: dict[str, list[str]], given: Collection[str]) -> None:
-    """Swift trains towers and aligner only where it is told to."""
+def _freeze_towers(values: dict[str, list[str]], given: Collection[str], notes: list[str]) -> None:
+    """Swift trains towers and aligner only where it is told to, or where they have layers whose names get adapters."""
+    named = values.get("target_modules", ["all-linear"]) != ["all-linear"]
+    if named and values.get("tuner", ["lora"]) == ["lora"]:
+        if values.pop("freeze", None):
+            notes.append("named modules get adapters in towers, too, as there, where freezing is of all-linear alone")
+        return
     frozen = [part for name in ("vit", "aligner") if f"freeze_{name}" not in given for part in TOWERS[name]]
     if frozen:
         values["freeze"] = [*values.get("freeze", []), *frozen]

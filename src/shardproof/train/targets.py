@@ -56,11 +56,11 @@ def places_of(model: Any, config: RunConfig, parts: Sequence[str]) -> Places:
     """Where new adapters of these options go in this model.
 
     Args:
-        parts: those that are trained, whose linear layers are all of them.
+        parts: those that are trained: towers and talkers have layers of the same names as the language model.
 
     Raises:
         ConfigError: one of two projections that are one tensor is named without the other, a parameter that the model
-            does not have, or a module that is no layer.
+            does not have, a module that is no layer, or what is in other parts alone.
     """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -69,40 +69,79 @@ def places_of(model: Any, config: RunConfig, parts: Sequence[str]) -> Places:
     given = ALL[0] if every else whole_names(config.target_modules) or config.target_modules
     whole = config.modules_to_save
     reached = _all_linear(model, parts) if every else _reached(LoraConfig(target_modules=given), model)
-    asked = [name for name in reached if not _within(name, whole)]
+    idle = _Idle(model, parts)
+    asked = [name for name in reached if not _within(name, whole) and not idle.module(name)]
     _check_parameters(model, config.target_parameters, asked, whole)
+    modules, parameters = ([name for name, _ in of] for of in (model.named_modules(), model.named_parameters()))
+    stacks = _stacks_given(model, config, idle)
     probe = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=given)
     before = probe.target_modules
     try:
         convert_peft_config_for_transformers(probe, model, None)
     except ValueError as error:
         raise ConfigError(f"--target-modules {' '.join(config.target_modules)}: {first_line(error)}") from error
-    modules = [name for name, _ in model.named_modules()]
     if not probe.target_parameters and probe.target_modules == before:
+        idle.check_left([*asked, *stacks], reached, config)
         _check_layers(model, asked, config)
         found = linear_layers(model, parts) if every else given
-        return Places(found if asked == reached else _short(asked, modules), config.target_parameters)
+        return Places(found if asked == reached else _short(asked, modules), stacks)
     still = set(_reached(probe, model))
     _check_layers(model, [name for name in asked if name in still], config)
     lost = [name for name in asked if name not in still]
     _check_bits(model, lost, config)
-    part_of = anatomy(model).part_of
     experts = [
         name
         for name in _named(model, probe.target_parameters)
-        if (part_of.get(name) in parts if every else _asks_for(name, given))
+        if not idle.parameter(name)
+        and (every or _asks_for(name, given))
         and not _within(name.rpartition(".")[0], whole)
     ]
-    parameters = [name for name, _ in model.named_parameters()]
+    idle.check_left([*asked, *stacks, *experts], reached, config)
     weights = [*experts, *(f"{name}.weight" for name in lost if f"{name}.weight" in parameters)]
     short = _short(weights, parameters)
     return Places(
         _short([name for name in asked if name in still], modules),
-        list(dict.fromkeys([*config.target_parameters, *short])),
+        list(dict.fromkeys([*stacks, *short])),
         probe.rank_pattern,
         probe.alpha_pattern,
         frozenset(t for t in config.target_modules if any(_asks_for(name, [t]) for name in experts)),
     )
+
+
+class _Idle:
+    """What is in parts of a model that are not trained."""
+
+    def __init__(self, model: Any, parts: Sequence[str]) -> None:
+        self._model, self._parts, self._part_of = model, parts, anatomy(model).part_of
+
+    def parameter(self, name: str) -> bool:
+        """Whether this parameter is; a tied one has the name of the first. A head for scores is trained with any."""
+        return self._part_of.get(name) not in (None, *self._parts) and not name.startswith(HEADS)
+
+    def module(self, name: str) -> bool:
+        """Whether the parameters of this module are."""
+        first = next((own for own, _ in self._model.get_submodule(name).named_parameters()), "")
+        return self.parameter(f"{name}.{first}")
+
+    def check_left(self, left: Sequence[str], found: Sequence[str], config: RunConfig) -> None:
+        """Raise ConfigError where modules were found by their names, and none is left as all are in such parts."""
+        if left or not (idle := [name for name in found if self.module(name)]):
+            return
+        of_modules = ((path, part) for path, part in self._part_of.items() if path.startswith(tuple(idle)))
+        where = ", ".join(dict.fromkeys(part for _, part in of_modules))
+        raise ConfigError(
+            f"--target-modules {' '.join(config.target_modules)}: all of this is in parts that are not trained,"
+            f" {where}. Train them (--freeze, --train-parts), or name others: the parts that are trained are"
+            f" {', '.join(self._parts)}."
+        )
+
+
+def _stacks_given(model: Any, config: RunConfig, idle: _Idle) -> list[str]:
+    """--target-parameters, without those of parts that are not trained."""
+    found = _named(model, config.target_parameters)
+    trained = [name for name in found if not idle.parameter(name)]
+    every = [name for name, _ in model.named_parameters()]
+    return config.target_parameters if trained == found else _short(trained, every)
 
 
 def linear_layers(model: Any, parts: Sequence[str]) -> list[str] | str:
