@@ -186,6 +186,20 @@ def test_a_folder_that_cannot_be_written_is_told(place: Path, processor: Any, ca
         encoded(place, processor)
 
 
+def test_a_file_system_that_is_only_read_keeps_nothing_and_is_no_error(place, processor, caplog, monkeypatch) -> None:
+    """Where nothing can be written nothing can be removed either, not even what is not there."""
+    import pyarrow as pa
+
+    def refused(*args: Any, **options: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    whole = encoded(place, processor, ROWS[:1])
+    monkeypatch.setattr(pa, "OSFile", refused)
+    monkeypatch.setattr(Path, "unlink", refused)
+    assert encoded(place, processor)[:1] == whole
+    assert "cannot be written: Read-only file system" in caplog.text
+
+
 def test_the_option_says_where(place: Path, processor: Any, read: list[int], tiny_models) -> None:
     from shardproof.train import sft
     from shardproof.train.config import SftConfig

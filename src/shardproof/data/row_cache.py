@@ -8,6 +8,7 @@ compared with those of before.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import inspect
@@ -100,7 +101,7 @@ class RowCache:
             self.write()
 
     def write(self) -> None:
-        """Keep what was added. A folder that is full is told, and no error."""
+        """Keep what was added. A folder that is full, or only read, is told, and no error."""
         import numpy as np
         import pyarrow as pa
 
@@ -116,7 +117,8 @@ class RowCache:
             os.replace(unfinished, file)
         except OSError as error:
             log.warning("Encoded rows are not kept: %s cannot be written: %s.", unfinished, error.strerror or error)
-            unfinished.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a file system that is only read refuses this, too
+                unfinished.unlink(missing_ok=True)
         self._new, self._names = Columns(), array("Q")
 
 
