@@ -623,6 +623,8 @@ def test_parts_of_a_model_of_text_are_left_out_as_they_say_nothing_there(tmp_pat
     assert sum("of whose parts it says nothing" in note for note in notes) == 2
     config.write_text('{"model_type": "qwen3_vl", "vision_config": {}, "text_config": {}}')
     assert options(swift.translate(said)[0])["--freeze"].split() == ["llm", "vision", "audio"]
+
+
 def test_adapters_that_are_named_go_to_towers_as_they_do_there():
     """There freezing says where `all-linear` goes, and nothing of names; here it is of names, too."""
     command = "swift sft --model Qwen/Qwen2.5-VL-7B-Instruct --dataset a.jsonl"
