@@ -346,6 +346,7 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
         else:
             # PEFT asks modules for their state, which they gather: on all ranks, of the same adapters.
             pick_adapters(self.model, weights, self.adapters_saved(self.model))
+        self._meet()  # those of the others may have less at hand, and gather more
 
     # --- checkpoints of Trainer's: the weights as it writes them, beside them what each rank holds -----
 
