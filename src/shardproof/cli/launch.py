@@ -9,6 +9,7 @@ not survive a fork.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import multiprocessing
@@ -21,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 from shardproof.cli.main import FAILURE, USER_ERROR, exit_code, message_of
@@ -183,7 +185,7 @@ def use_threads(count: int) -> None:
 
 def _rank(work: Callable[..., int | None], args: tuple[Any, ...], records: str, threads: int) -> int:
     """One rank: an exception is written down while its peers still wait for it, so the first is the cause."""
-    _leave_signals_to(os.getppid())
+    _leave_signals_to(os.getppid(), Path(records))
     use_threads(threads)
     rank, final = int(os.environ["RANK"]), Path(records) / FINAL
     if final.is_file():
@@ -213,9 +215,14 @@ def _rank(work: Callable[..., int | None], args: tuple[Any, ...], records: str, 
         os._exit(code)
 
 
-def _leave_signals_to(parent: int) -> None:
+def _leave_signals_to(parent: int, records: Path) -> None:
     """Ctrl-C, and that a terminal is closed, reaches every process of it: the one that started the ranks hands it on.
-    Without it, they end. What a rank has forked, to read rows, is ended by the rank."""
+    Without it, they end. What a rank has forked, to read rows, is ended by the rank.
+
+    [Note: SIGTERM] Slurm and systemd send it to all processes, too. But the agent ends ranks by it when one has failed,
+    and where they wait for that one no handler of Python would run: a thread hears of it, and decides. Whoever is asked
+    to end finds FINAL, as its parent was.
+    """
     rank = os.getpid()
 
     def receive(number: int, frame: Any) -> None:
@@ -223,9 +230,36 @@ def _leave_signals_to(parent: int) -> None:
             os._exit(128 + number)
         without_terminal()
 
+    def terminate(number: int, frame: Any) -> None:
+        if os.getpid() != rank:
+            os._exit(128 + number)
+
     for number in asking_to_end():
         signal.signal(number, receive)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, terminate)
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    Thread(target=_mind_terminations, args=(heard, records), daemon=True).start()
+
+
+def _mind_terminations(heard: int, records: Path) -> None:
+    """End this rank by SIGTERM, unless the run was asked to end after its step."""
+    while True:
+        if signal.SIGTERM not in os.read(heard, 64):
+            continue
+        limit = time.monotonic() + ECHO
+        while not (asked := _asked_to_end(records)) and not _records(records, restarts()) and time.monotonic() < limit:
+            time.sleep(0.02)
+        if not asked or _records(records, restarts()):
+            ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # Python lets the main thread alone do it
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _asked_to_end(records: Path) -> bool:
+    final = records / FINAL
+    return final.is_file() and int(final.read_text() or 0) > 128
 
 
 def peers_left(error: BaseException) -> bool:

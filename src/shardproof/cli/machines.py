@@ -36,6 +36,9 @@ from shardproof.train.models import TINY
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LAST_CALL = 15  # seconds in which more machines may come when there are enough
 TOLD_WITHIN = 60  # seconds in which machines come to hear of a mistake
+# Ranks that a signal has asked to end take their step to the end, and save. torch kills them after 30 s, unless it is of
+# a version that can be told otherwise (2.13 can, 2.11 cannot).
+PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(24 * 3600)
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR
 _NOWHERE = "198.51.100.1"  # an address for documentation; nothing is sent to it
 
@@ -98,6 +101,7 @@ class Machines(NamedTuple):
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
         # The agents must meet again after a restart; torch's static rendezvous would find the store of before.
+        os.environ.setdefault(*PATIENCE)  # a config of torch's looks for it
         again = {"is_host": self.rank == 0, "last_call_timeout": LAST_CALL}
         config = LaunchConfig(
             min_nodes=self.fewest,
