@@ -9,6 +9,7 @@ import os
 import pty
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -121,7 +122,13 @@ def test_ctrl_c_ends_after_the_step_with_its_weights(start: Callable[..., Runnin
 
 @pytest.mark.parametrize(
     "nproc, number",
-    [("2", signal.SIGINT), *(pytest.param("1", n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGINT))],
+    [
+        ("2", signal.SIGTERM),
+        *(
+            pytest.param(n, s, marks=pytest.mark.slow)
+            for n, s in [("2", signal.SIGINT), ("1", signal.SIGTERM), ("1", signal.SIGINT)]
+        ),
+    ],
 )
 def test_processes_that_read_leave_it_to_their_rank(
     start: Callable[..., Running], tmp_path: Path, nproc: str, number: int
@@ -147,6 +154,87 @@ def test_so_do_those_of_trainers_that_trl_feeds(
     running.read_until("step ")
     os.killpg(running.process.pid, signal.SIGTERM)
     check_stopped(running, tmp_path / "out", 128 + signal.SIGTERM)
+
+
+SLOWLY = """
+import shardproof, time, transformers
+prepare = transformers.Trainer._prepare_inputs
+def slowly(trainer, inputs):
+    if not trainer.model.training:
+        print("evaluates", flush=True)
+        time.sleep(0.5)
+    return prepare(trainer, inputs)
+transformers.Trainer._prepare_inputs = slowly
+shardproof.register_callback("slowly")(type("Slowly", (transformers.TrainerCallback,), {}))
+"""
+PAIR = {"prompt": "why?", "chosen": "so", "rejected": "no", "query": "why?", "positive": "so", "negative": "no"}
+EVALUATED = [
+    "sft --save-steps 100",
+    "sft --keep-best --save-steps 2 --predict-with-generate --answer-metrics exact_match --max-new-tokens 2",
+    "rlhf --rlhf-type dpo --save-steps 100",
+    "rlhf --rlhf-type grpo --num-generations 2 --max-completion-length 2 --reward-funcs length --save-steps 100",
+    "sft --task embedding --save-steps 100",
+]
+
+
+@pytest.mark.parametrize(
+    "kind, nproc",
+    [
+        pytest.param(kind, nproc, marks=[] if (nproc, kind) == ("2", EVALUATED[0]) else pytest.mark.slow)
+        for nproc in "12"
+        for kind in EVALUATED
+    ],
+)
+def test_an_evaluation_of_minutes_is_left(
+    command: Callable[..., Running], tiny: Path, rows: Path, tmp_path: Path, kind: str, nproc: str
+) -> None:
+    """Slurm kills half a minute behind its signal. What was learnt since the last checkpoint is saved then."""
+    (tmp_path / "slowly.py").write_text(SLOWLY)
+    with (tmp_path / "many.jsonl").open("w") as many:
+        for row in rows.read_text().splitlines() * 100:
+            many.write((row if kind.startswith("sft") and "embedding" not in kind else json.dumps(PAIR)) + "\n")
+    fixed = ["--model", str(tiny), "--max-steps", str(ENDLESS), "--output-dir", "out", "--nproc", nproc]
+    data = ["--dataset", "many.jsonl#8", "--val-dataset", "many.jsonl", "--eval-steps", "2"]
+    running = command(*kind.split(), *fixed, *data, "--external-plugins", "slowly.py")
+    running.read_until("evaluates")
+    time.sleep(1)
+    running.process.terminate()
+    code, out, err = running.end()
+    assert code == 143, out + err
+    assert f"stopped after step 2 of {ENDLESS}" in out
+    assert "Traceback" not in err
+    assert (tmp_path / "out" / "checkpoint-2").is_dir()
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+    assert "eval_loss" not in (tmp_path / "out" / "metrics.jsonl").read_text()
+    assert running.alone
+
+
+SAVES_FOR_LONG = """
+import shardproof, time, transformers
+@shardproof.register_callback("slow_disk")
+class SlowDisk(transformers.TrainerCallback):
+    def on_save(self, *args, **kwargs):
+        time.sleep(35)
+"""
+
+
+@pytest.mark.slow
+def test_several_machines_save_for_as_long_as_it_takes(start: Callable[..., Running], tmp_path: Path) -> None:
+    """torch's launcher kills ranks half a minute behind a signal, unless it is told otherwise."""
+    (tmp_path / "slow.py").write_text(SAVES_FOR_LONG)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    where = ["--nnodes", "2", "--master-addr", "localhost", "--master-port", port, "--nproc", "1"]
+    plugin = ["--external-plugins", "slow.py", "--callbacks", "slow_disk", "--save-steps", "1000"]
+    first, second = [start(*where, *plugin, "--node-rank", n, "--output-dir", str(tmp_path / "out")) for n in "01"]
+    first.read_until("step ")
+    for running in (first, second):
+        running.process.terminate()
+    code, out, err = first.end()
+    assert (code, second.end()[0]) == (143, 143), out + err
+    assert f" of {ENDLESS}" in out
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
 
 @pytest.mark.slow
@@ -290,7 +378,9 @@ def test_ctrl_c_ends_an_answer_without_noise(command: Callable[..., Running], ti
     running.press_ctrl_c()
     code, _, err = running.end()
     assert code == 130, err
-    assert err.strip() == "interrupted"
+    *told, last = err.strip().splitlines()
+    assert last == "interrupted"
+    assert all(line.startswith(("With --max-new-tokens", "The model in ")) for line in filter(None, told)), err
 
 
 def test_one_that_falls_into_a_finalizer_is_remembered_without_a_word() -> None:

@@ -92,7 +92,7 @@ class EmbeddingTrainer(SftTrainer):
         self.model.eval()
         batch, mine = self.batch_plan, []
         chunks = in_chunks(range(len(rows)), batch.micro)
-        for indices, counts in eval_batches(chunks, self.args.process_index, batch.readers):
+        for indices, counts in self.each_evaluated(eval_batches(chunks, self.args.process_index, batch.readers)):
             inputs = self._prepare_inputs(self.data_collator([rows[i] for i in indices]))
             labels = inputs.pop("labels")
             found = self._embedded(self.model(**inputs), labels)

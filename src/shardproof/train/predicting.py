@@ -15,6 +15,7 @@ from shardproof.integrations.prepared import together
 from shardproof.train.answer_metrics import Metric, judged
 from shardproof.train.by_file import by_file, in_chunks, of_each
 from shardproof.train.models import tokenizer_of
+from shardproof.train.sampler import eval_batches
 from shardproof.train.sampling import Sampling
 from shardproof.train.trainer import SftTrainer
 from shardproof.train.writing import Writer
@@ -88,12 +89,14 @@ class PredictingTrainer(SftTrainer):
         """What became of each row that asks something, by its number. Ranks have different ones answered."""
         size = self.args.per_device_eval_batch_size if self._takes_text else 1
         groups = in_chunks(range(len(self._rows)), size)
+        plan = eval_batches(groups, self.args.process_index, self.args.world_size)
         mine: dict[int, Record] = {}
         was_training = self.model.training
         self.model.eval()
         with together(self.model):
-            for numbers in groups[self.args.process_index :: self.args.world_size]:
-                mine |= self._answered({number: self._rows[number] for number in numbers})
+            for numbers, counts in self.each_evaluated(plan):
+                if counts:
+                    mine |= self._answered({number: self._rows[number] for number in numbers})
         self.model.train(was_training)
         return {number: record for part in gather_object([mine]) for number, record in part.items()}
 

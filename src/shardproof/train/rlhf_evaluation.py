@@ -38,7 +38,7 @@ def evaluate_rows(trainer: Any, loader: DataLoader[Any], prefix: str) -> EvalLoo
     trainer.model.eval()  # and it stays so, by which TRL's `log` knows whose figures these are
     _taken(trainer)
     with _by_itself(trainer.accelerator), trainer.sequence:
-        for indices, counts in plan:
+        for indices, counts in trainer.each_evaluated(plan):
             inputs = trainer._prepare_inputs(collate([rows[i] for i in indices]))
             loss, *_ = trainer.prediction_step(trainer.model, inputs, prediction_loss_only=True)
             found = {"loss": float(loss), **_taken(trainer)}

@@ -6,6 +6,7 @@ A recipe is a module, most often of the name of its command, with `check`, `read
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -302,7 +303,7 @@ def train(
     from shardproof.train.callbacks import callbacks_of
     from shardproof.train.profile import Profiler
     from shardproof.train.report import Reporter
-    from shardproof.train.stop import StopAfterStep
+    from shardproof.train.stop import EvaluationEnded, StopAfterStep
 
     config, folder = prepared.config, RunFolder(prepared.folder)
     first = not dist.is_initialized() or dist.get_rank() == 0
@@ -341,7 +342,8 @@ def train(
                 model.config.use_cache = during
         at_the_end = not config.evaluates and config.eval_strategy != "no"  # else Trainer has ended with one
         if prepared.val_rows is not None and at_the_end and not stop.agreed:
-            trainer.evaluate()
+            with contextlib.suppress(EvaluationEnded):
+                trainer.evaluate()
     return stop.agreed
 
 

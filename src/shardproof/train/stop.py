@@ -1,13 +1,14 @@
-"""A signal ends training after a step, with the weights of that step, on all ranks alike."""
+"""A signal ends training after a step, or in an evaluation, with the weights of then, on all ranks alike."""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,14 @@ from shardproof.train.report import tells
 from shardproof.zero.device import may_take_long
 
 ECHO = 1.0  # seconds: a terminal and a launcher may both hand on one Ctrl-C
+LOOK = 2.0  # seconds between two agreements in an evaluation
 NOTICE = b"\nending after this step, whose weights are saved; Ctrl-C again ends at once\n"
+
+_Batch = TypeVar("_Batch")
+
+
+class EvaluationEnded(Exception):
+    """All ranks have left an evaluation, because a signal has asked to end."""
 
 
 class JudgesEvaluations(TrainerCallback):
@@ -81,7 +89,8 @@ class EndOfEpoch(TrainerCallback):
 
 
 class StopAfterStep(TrainerCallback):
-    """Every rank listens; at the end of a step, the ranks agree.
+    """Every rank listens; at the end of a step, the ranks agree. In an evaluation they do so between batches, every few
+    seconds: whoever sends a signal may not wait as long as an evaluation takes.
 
     They do so through a group of their own on the CPU: a step of the accelerator is not waited for.
 
@@ -96,6 +105,7 @@ class StopAfterStep(TrainerCallback):
         if self._group is not None:
             may_take_long(self._group)
         self._first = not several or dist.get_rank() == 0
+        self._batches, self._until, self._looked = 0, 1, time.monotonic()
 
     @contextmanager
     def listening(self, signals: Sequence[int]) -> Iterator[None]:
@@ -119,12 +129,73 @@ class StopAfterStep(TrainerCallback):
         elif now - self._since > ECHO:
             raise KeyboardInterrupt
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        asked = torch.tensor([self.received], device="cpu")
+    def _largest(self, *numbers: float) -> list[float]:
+        """Over ranks."""
+        largest = torch.tensor(numbers, device="cpu", dtype=torch.float64)
         if self._group is not None:
-            dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group)
-        if (number := int(asked)) and state.global_step < state.max_steps:
-            self.agreed = number
-            control.should_training_stop = control.should_log = True
-            control.should_evaluate = False
-            control.should_save = args.save_strategy != "no"
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        return largest.tolist()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        (number,) = self._largest(self.received)
+        if number and state.global_step < state.max_steps:
+            self.agreed = int(number)
+            control.should_log = True
+            self.end(args, control)
+
+    def end(self, args: Any, control: Any) -> None:
+        """Have Trainer save and stop."""
+        control.should_training_stop = True
+        control.should_evaluate = False
+        control.should_save = args.save_strategy != "no"
+
+    def each(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
+        """The same batches of an evaluation, as many on each rank.
+
+        Raises:
+            EvaluationEnded: on all ranks, behind the same batch: a signal has asked to end.
+        """
+        for batch in batches:
+            self.on_prediction_step()
+            yield batch
+
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer's own evaluations call it behind each batch."""
+        self._batches += 1
+        if self._batches < self._until:
+            return
+        took = (time.monotonic() - self._looked) / self._batches
+        number, took = self._largest(self.received, took)
+        if number:
+            self.agreed = int(number)
+            raise EvaluationEnded
+        self._batches, self._until, self._looked = 0, max(1, int(LOOK / max(took, 1e-3))), time.monotonic()
+
+
+class StopMixin:
+    """A trainer whose evaluations end when `StopAfterStep` says so."""
+
+    args: Any
+    control: Any
+    callback_handler: Any
+
+    def each_evaluated(self, batches: Sequence[_Batch]) -> Iterable[_Batch]:
+        """The batches of an evaluation, as many on each rank, until a signal asks to end."""
+        return batches if self._stop is None else self._stop.each(batches)
+
+    @functools.cached_property
+    def _stop(self) -> StopAfterStep | None:
+        callbacks = self.callback_handler.callbacks
+        return next((callback for callback in callbacks if isinstance(callback, StopAfterStep)), None)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Trainer's call while it trains. Of an evaluation that a signal has ended nothing is told."""
+        try:
+            found: dict[str, float] = super()._evaluate(*args, **kwargs)  # type: ignore[misc]
+        except EvaluationEnded:
+            cast("StopAfterStep", self._stop).end(self.args, self.control)
+            return {}
+        return found
+
+    def _determine_best_metric(self, metrics: dict[str, float], *args: Any, **kwargs: Any) -> bool:
+        return bool(metrics) and super()._determine_best_metric(metrics, *args, **kwargs)  # type: ignore[misc]

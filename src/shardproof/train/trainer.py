@@ -36,13 +36,14 @@ from shardproof.train.recorder import NAMES, Recorder, across
 from shardproof.train.sampler import EpochLoader, GlobalBatchSampler, eval_batches
 from shardproof.train.shared_rows import SharesRows, shared_rows_of
 from shardproof.train.shortcuts import checks, chunked_loss
+from shardproof.train.stop import StopMixin
 from shardproof.train.streams import StreamMixin
 from shardproof.zero.device import widest_float
 
 GROUP = ("params", "weight_decay", "lr")  # of a group of parameters, what does not depend on the optimizer
 
 
-class CommandMixin(SharesRows, ResumeMixin, ShardedTrainerMixin):
+class CommandMixin(SharesRows, StopMixin, ResumeMixin, ShardedTrainerMixin):
     """What the trainers of all commands have: the order of the rows, what is counted and logged, what is saved.
 
     Args:
@@ -340,7 +341,7 @@ class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
         batch, micro = self.batch_plan, self.args.per_device_eval_batch_size
         chunks = [(file, chunk) for file, numbers in enumerate(files.values()) for chunk in in_chunks(numbers, micro)]
         plan = eval_batches(chunks, self.args.process_index // batch.sequence, batch.readers)
-        for (file, indices), counts in plan:
+        for (file, indices), counts in self.each_evaluated(plan):
             inputs = self._prepare_inputs(self.data_collator([rows[i] for i in indices]))
             with self.sequence:
                 loss, outputs = self._summed_loss(inputs)
