@@ -36,8 +36,8 @@ from shardproof.train.models import TINY
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LAST_CALL = 15  # seconds in which more machines may come when there are enough
 TOLD_WITHIN = 60  # seconds in which machines come to hear of a mistake
-# Ranks that a signal has asked to end take their step to the end, and save. torch kills them after 30 s, unless it is of
-# a version that can be told otherwise (2.13 can, 2.11 cannot).
+# Ranks that a signal has asked to end take their step to the end, and save. torch kills them after 30 s, unless it is
+# told otherwise: 2.13 can be, 2.11 cannot.
 PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(24 * 3600)
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR
 _NOWHERE = "198.51.100.1"  # an address for documentation; nothing is sent to it
