@@ -118,7 +118,8 @@ class Accumulated(Layout):
         """`p.grad = None`. The last one to go takes the buffer with it."""
         self.has_grad[index] = False
         known, self.gradients[index] = self.gradients[index], None
-        if known is not None and _is_ours_alone(known):
+        unheld = known is not None and _holders(known) == _NOBODY_ELSE and not weakref.getweakrefcount(known)
+        if known is not None and unheld and len(known.__dict__) == _OWN:
             self.spare[index, known.buffer.dtype] = known
             del known.buffer
         if any(self.has_grad):
@@ -183,8 +184,13 @@ class Accumulated(Layout):
         return spare
 
 
-def _is_ours_alone(gradient: ShardedGradient) -> bool:
-    """Whether nobody else holds it (the caller and `getrefcount` do), has a weak reference to it or has set something
-    on it."""
-    unheld = sys.getrefcount(gradient) <= 3 and weakref.getweakrefcount(gradient) == 0
-    return unheld and len(gradient.__dict__) == _OWN
+def _holders(known: Any) -> int:
+    return sys.getrefcount(known)
+
+
+def _holders_of_new() -> int:
+    known = object()
+    return _holders(known)
+
+
+_NOBODY_ELSE = _holders_of_new()  # from one version of Python to another a call holds more or less of its arguments
