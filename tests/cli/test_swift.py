@@ -118,6 +118,9 @@ def test_answers_in_evaluations_are_judged_as_there():
     sft.parse(shlex.split(command.replace("\\\n", " "))[2:])
     assert "--answer-metrics rouge_l bleu" in swift.translate(f"{generates} --eval_metric nlg")[0]
     assert "--metrics mine" in swift.translate(f"{generates} --eval_metric mine --external_plugins p.py")[0]
+    finds = "swift sft --model Qwen/Qwen3-Embedding-0.6B --task_type embedding --dataset a.jsonl --val_dataset b.jsonl"
+    command, _, missing = swift.translate(f"{finds} --eval_metric infonce")
+    assert ("--metrics" in command, missing) == (False, [])
     infer = "swift infer --adapters runs/a --val_dataset v --metric"
     for theirs, ours in {
         "acc": " --answer-metrics exact_match",

@@ -270,12 +270,14 @@ def _of_trl(name: str, values: list[str]) -> Ours:
 ADDED = ("freeze", "part_learning_rates", "trl_arguments")
 
 NLG = ["rouge_l", "bleu"]
+# What evaluations of embeddings and rerankers tell in any case.
+TOLD_ANYWAY = "infonce", "paired", "reranker"
 
 
 def _metric(of_answers: Mapping[str, list[str]], values: list[str]) -> Ours:
     """What answers are judged by has names of its own there."""
     name = " ".join(values).lower()
-    if name == "none":
+    if name in ("none", *TOLD_ANYWAY):
         return []
     return [("answer_metrics", of_answers[name])] if name in of_answers else [("metrics", values)]
 
