@@ -171,24 +171,22 @@ class _Swap:
                 setattr(optimizer, name, told.cpu())
         whole = updated_whole(optimizer) if any(engine.sharded for engine in engines) else set()
         local_of = self._gather_whole([p for p in params if p.flat.engine.sharded and id(p) in whole])
-        stepped, states = optimizer.__dict__.get("_shardproof_steps"), optimizer.state
         for flat, members in itertools.groupby(params, key=attrgetter("flat")):  # what is of the flat is asked for once
             grads = None if flat.grad is None else flat.grad_locals
             for p in members:
-                index, local, grad = p.index, local_of.get(id(p)), None
+                local = local_of.get(id(p))
                 if local is None:
-                    local = local_of[id(p)] = flat.locals[index]
-                    if grads is not None and flat.has_grad[index]:
-                        grad = local.grad = grads[index]
-                else:
-                    grad = local.grad
-                if len(p.__dict__) > 2:  # more than what every one has
-                    local.__dict__.update(written_on(p))
+                    local = local_of[id(p)] = flat.locals[p.index]
+                    local.grad = grads[p.index] if grads is not None and flat.has_grad[p.index] else None
                 self.pairs.append((p, local))
-                self.given.append((grad, local._version, local.data_ptr()))
-                if (state := states.pop(p, None)) is not None:
-                    state = state if stepped else in_master_dtype(p, state)
-                    states[local] = beside(p, state if id(p) in whole else cut(state, p))
+                self.given.append((local.grad, local._version, local.data_ptr()))
+        stepped = optimizer.__dict__.get("_shardproof_steps")
+        for p, local in self.pairs:
+            if len(p.__dict__) > 2:  # more than what every one has
+                local.__dict__.update(written_on(p))
+            if (state := optimizer.state.pop(p, None)) is not None:
+                state = state if stepped else in_master_dtype(p, state)
+                optimizer.state[local] = beside(p, state if id(p) in whole else cut(state, p))
         for group in optimizer.param_groups:
             group["params"] = [local_of.get(id(p), p) for p in group["params"]]
 
