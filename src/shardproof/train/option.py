@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ def option(group: str, default: Any, description: str, values: str = "", **limit
 
 
 def _finite(value: float) -> float:
-    if not value < float("inf"):
+    if not math.isfinite(value):
         raise ValueError("must be a finite number")
     return value
 

@@ -18,6 +18,8 @@ from shardproof.errors import ConfigError
 
 log = logging.getLogger("shardproof")
 
+LARGEST = 1e16  # rewards are kept in fp32, which has to hold a million squares of them for their deviation
+
 # What TRL hands to reward functions under names of its own.
 TAKEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
@@ -182,7 +184,7 @@ def number_from(value: Any, subject: str, wanted: str, of: str = "") -> float | 
     """The number that was returned, or None. `wanted`: what the user is told else; `of`: what it is the number of.
 
     Raises:
-        ConfigError: it is none, or not finite.
+        ConfigError: it is none, not finite, or too large for the deviation of rewards.
     """
     try:
         if isinstance(value, (str, bytes)):
@@ -194,5 +196,10 @@ def number_from(value: Any, subject: str, wanted: str, of: str = "") -> float | 
         raise ConfigError(
             f"{subject} returned {number}{of}, from which nothing can be learnt. Return a finite "
             "number, or None where there is nothing to say."
+        )
+    if number is not None and abs(number) > LARGEST:
+        raise ConfigError(
+            f"{subject} returned {number:g}{of}. Rewards are computed in fp32, in which the deviation of such numbers "
+            f"is infinite, and nothing is learnt. Return one of at most {LARGEST:g}."
         )
     return number

@@ -61,7 +61,7 @@ class RlhfConfig(RunConfig):
         ge=0,
     )
     loss_type: list[str] = option("Algorithm", [], "variant of the loss, by TRL's name; dpo takes several")
-    loss_weights: list[float] = option("Algorithm", [], "weight of each --loss-type, in dpo")
+    loss_weights: list[Finite] = option("Algorithm", [], "weight of each --loss-type, in dpo")
     label_smoothing: float | None = option(
         "Algorithm", None, "assumed share of pairs whose answers are the wrong way round", ge=0, lt=1
     )
@@ -113,7 +113,7 @@ class RlhfConfig(RunConfig):
     reward_funcs: list[str] = option(
         "Rewards", [], "functions that score answers: accuracy, format, length, FILE.py:FUNCTION or a plugin's name"
     )
-    reward_weights: list[float] = option(
+    reward_weights: list[Finite] = option(
         "Rewards", [], "weight of each of --reward-funcs, then of each --reward-model (default: 1)"
     )
     format_pattern: str = option(

@@ -114,8 +114,20 @@ def check_variant(config: RlhfConfig) -> None:
             " only."
         )
     _check_best(config)
+    if config.beta == 0 and _all_by_beta(config, losses):
+        raise ConfigError(
+            f"--beta 0: the loss of {kind} compares answers by a multiple of --beta, and nothing is learnt with 0. "
+            "Take one above 0, or leave --beta out."
+        )
     if kind == "dpo":
         _check_dpo(config, losses)
+
+
+def _all_by_beta(config: RlhfConfig, losses: list[str]) -> bool:
+    """Whether all of the loss is of answers that are compared by a multiple of --beta, or divided by it."""
+    if config.rlhf_type == "simpo":
+        return not config.cpo_alpha
+    return config.rlhf_type == "kto" or (config.rlhf_type == "dpo" and "sft" not in losses)
 
 
 def warn_of_dropout(config: RlhfConfig) -> None:

@@ -102,6 +102,7 @@ def text(completions, **columns): return ["good"] * len(completions)
 def digits(completions, **columns): return ["1.0"] * len(completions)
 def nan(completions, **columns): return [None, float("nan")]
 def inf(completions, **columns): return [1, float("inf")]
+def large(completions, **columns): return [-1e38, 1.0]
 def silent(completions, **columns): return [None] * len(completions)
 def half(completions, **columns): return [None, True]
 def tensor(completions, **columns): return torch.ones(len(completions))
@@ -140,6 +141,7 @@ def called(own: Path, *names: str, alone: bool = True) -> list[list[float | None
         ("digits", "returned '1.0' (str) for answer 1"),
         ("nan", "returned nan for answer 2"),
         ("inf", "returned inf for answer 2"),
+        ("large", "returned -1e+38 for answer 1. Rewards are computed in fp32"),
         ("needs", "wants 'nothere', and no column of the rows has that name. There are: solution"),
         ("greedy", "does not take 'completion_ids'"),
     ],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from shardproof.errors import ConfigError
 from shardproof.train.algorithms import ALGORITHMS, EXTRAS, LOSSES, check_algorithm
@@ -81,6 +83,9 @@ JUDGED: dict[str, Any] = {"keep_best": True, "eval_steps": 1, "val_split": 0.5}
             {"trl_arguments": {"multi_objective_aggregation": "normalize_then_sum"}},
             "should be sum_then_normalize or normalize_then_sum",
         ),
+        (DPO | {"beta": 0.0}, {"beta": 0.1}, "--beta 0: the loss of dpo .* nothing is learnt"),
+        ({"rlhf_type": "kto", "beta": 0.0}, {"beta": None}, "--beta 0: the loss of kto"),
+        ({"rlhf_type": "simpo", "beta": 0.0}, {"cpo_alpha": 1.0}, "--beta 0: the loss of simpo"),
         ({"rlhf_type": "orpo", "frozen_stage": 0}, {"rlhf_type": "dpo"}, "--frozen-stage means nothing to .* orpo"),
         (GRPO | {"model_stages": {"ref_model": 0}}, {"beta": 0.1}, "has a reference with a --beta above 0 only"),
         (
@@ -121,6 +126,8 @@ def test_what_would_do_nothing_or_fail_late(given: dict[str, Any], repair: dict[
 @pytest.mark.parametrize(
     "given",
     [
+        DPO | {"loss_type": ["sigmoid", "sft"], "beta": 0.0},  # the second one learns
+        {"rlhf_type": "orpo", "beta": 0.0},  # learns the better answers
         DPO | {"loss_type": ["nca_pair"]},  # without a divergence of its own
         DPO | {"keep_best": True, "val_dataset": ["v"], "best_metric": "rewards/margins"},
     ],
@@ -196,3 +203,11 @@ def losses_of_trl() -> dict[str, Any]:
 @pytest.mark.slow
 def test_trl_s_default_losses_are_those(run: Any) -> None:
     assert run(1, losses_of_trl)[0] == LOSS
+
+
+@pytest.mark.parametrize("name", ["reward_weights", "loss_weights"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_are_finite(name: str, value: float) -> None:
+    """TRL adds up what is a number of weighted rewards: with such a weight all were worth 0, and nothing was learnt."""
+    with pytest.raises(ValidationError, match="must be a finite number"):
+        RlhfConfig(**{name: [1.0, value]})
