@@ -330,6 +330,14 @@ def test_steps_that_change_nothing_are_told(tmp_path):
     assert (check.status, "--learning-rate" in check.option) == ("warn", True)
 
 
+@pytest.mark.parametrize(("spreads", "status"), [((0.0, 1.4), "ok"), ((1.4, 0.0), "fail")])
+def test_a_first_step_whose_answers_are_worth_the_same_is_no_failure(tmp_path, spreads, status):
+    """Its gradient is zero, as it should be; that of answers which are worth different things is not."""
+    drawn = [{"reward": 1.0, "reward_std": spread} for spread in spreads]
+    seen = judged(tmp_path, losses=[0.0, 0.0, 0.0], norms=[0.0, 1.0, 1.0], drawn=drawn)
+    assert (seen["gradient norm"].status, seen["rewards"].status) == (status, "ok")
+
+
 def test_parts_for_files_that_no_row_has_are_no_failure(tmp_path):
     """A model that sees and hears, trained on words or on pictures."""
     without = {

@@ -185,7 +185,8 @@ def judge(folder: str, kinds: Collection[str] = MEDIA, tried: Collection[str] | 
         checks.append(Check(AREA, "gradients", "ok", f"{which} has one, and it is finite"))
     drawn = seen["drawn"]
     told = rewards(drawn or [])
-    flat = any(check.status != "ok" for check in told)  # then a gradient of zero is told already
+    # Then a gradient of zero is told already, or is right: answers of the first step were worth the same.
+    flat = any(check.status != "ok" for check in told) or (bool(told) and not drawn[0].get("reward_std"))
     return [*checks, *told, *_judge_course(seen["losses"], seen["norms"], seen["moved"], drawn is not None, flat)]
 
 
@@ -251,7 +252,7 @@ def _judge_course(
     idle: bool = False,
 ) -> list[Check]:
     """`moved`: by which share of themselves a step changed the matrices; `drawn`: whether each step learnt from answers
-    of its own, so that losses cannot be compared; `idle`: whether it is known that there was nothing to learn."""
+    of its own, so that losses cannot be compared; `idle`: whether it is known that the first had nothing to learn."""
     shown = ", ".join("not finite" if loss is None else f"{loss:.3f}" for loss in losses)
     checks = []
     first, last = losses[0], losses[-1]
