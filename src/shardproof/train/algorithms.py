@@ -164,6 +164,9 @@ EXTRAS: dict[str, _Kinds] = {
     "ppo": _SAMPLED,
 }
 
+# Those of TRL's numbers that are shares: it passes others over, or computes something else with them.
+SHARES = ("top_entropy_quantile", "ld_alpha", "ref_model_mixup_alpha")
+
 # TRL finds out in the first step.
 LOSSES: dict[str, tuple[str, ...]] = {
     "dpo": (
@@ -253,6 +256,8 @@ def _check_extras(config: RlhfConfig) -> None:
             fits, wanted = isinstance(value, bool), "yes or no"
         else:
             fits, wanted = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
+            if name in SHARES and isinstance(value, (int, float)):
+                fits, wanted = fits and 0 <= value <= 1, "from 0 to 1"
         if not fits:
             raise ConfigError(f"{said}: should be {wanted}.")
 

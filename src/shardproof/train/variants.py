@@ -119,14 +119,18 @@ def check_variant(config: RlhfConfig) -> None:
             f"--beta 0: the loss of {kind} compares answers by a multiple of --beta, and nothing is learnt with 0. "
             "Take one above 0, or leave --beta out."
         )
+    for name in ("loss_weights", "reward_weights"):
+        weights = getattr(config, name)
+        if weights and not any(weights) and not config.environments:
+            raise ConfigError(f"{flag(name)} are all 0: nothing would be learnt. Give one of them another weight.")
     if kind == "dpo":
         _check_dpo(config, losses)
 
 
 def _all_by_beta(config: RlhfConfig, losses: list[str]) -> bool:
     """Whether all of the loss is of answers that are compared by a multiple of --beta, or divided by it."""
-    if config.rlhf_type == "simpo":
-        return not config.cpo_alpha
+    if config.rlhf_type in ("simpo", "cpo"):  # beside the likelihood of the better answer
+        return config.cpo_alpha == 0 or (config.rlhf_type == "simpo" and config.cpo_alpha is None)
     return config.rlhf_type == "kto" or (config.rlhf_type == "dpo" and "sft" not in losses)
 
 

@@ -85,6 +85,23 @@ JUDGED: dict[str, Any] = {"keep_best": True, "eval_steps": 1, "val_split": 0.5}
         ),
         (DPO | {"beta": 0.0}, {"beta": 0.1}, "--beta 0: the loss of dpo .* nothing is learnt"),
         ({"rlhf_type": "kto", "beta": 0.0}, {"beta": None}, "--beta 0: the loss of kto"),
+        ({"rlhf_type": "cpo", "cpo_alpha": 0.0, "beta": 0.0}, {"beta": 0.1}, "--beta 0: the loss of cpo"),
+        (
+            GRPO | {"trl_arguments": {"top_entropy_quantile": 20}},  # TRL would take all tokens
+            {"trl_arguments": {"top_entropy_quantile": 0.2}},
+            "top_entropy_quantile=20: should be from 0 to 1",
+        ),
+        (
+            DPO | {"trl_arguments": {"ld_alpha": -0.5}},
+            {"trl_arguments": {"ld_alpha": 1}},
+            "=-0.5: should be from 0 to 1",
+        ),
+        (GRPO | {"reward_weights": [0.0]}, {"reward_weights": [0.5]}, "--reward-weights are all 0: nothing"),
+        (
+            DPO | {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.0, 0.0]},
+            {"loss_weights": [0.0, 1.0]},
+            "--loss-weights are all 0: nothing",
+        ),
         ({"rlhf_type": "simpo", "beta": 0.0}, {"cpo_alpha": 1.0}, "--beta 0: the loss of simpo"),
         ({"rlhf_type": "orpo", "frozen_stage": 0}, {"rlhf_type": "dpo"}, "--frozen-stage means nothing to .* orpo"),
         (GRPO | {"model_stages": {"ref_model": 0}}, {"beta": 0.1}, "has a reference with a --beta above 0 only"),
