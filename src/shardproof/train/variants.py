@@ -89,6 +89,7 @@ OPTIONS_BESIDE: dict[str, tuple[_NEEDS, str]] = {
 }
 # What TRL has an f-divergence for, and cannot weigh by how likely answers are.
 DIVERGING = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
+DIVIDED = ("ipo", "sppo_hard", "simpo", "alphapo")  # by --beta
 UNWEIGHED = ("aot", "aot_unpaired", "hinge", "sft")
 WITH_DROPOUT = ("grpo", "rloo", "ppo")  # in the others TRL turns off all that a model has, adapters' too
 
@@ -116,8 +117,8 @@ def check_variant(config: RlhfConfig) -> None:
     _check_best(config)
     if config.beta == 0 and _all_by_beta(config, losses):
         raise ConfigError(
-            f"--beta 0: the loss of {kind} compares answers by a multiple of --beta, and nothing is learnt with 0. "
-            "Take one above 0, or leave --beta out."
+            f"--beta 0: the loss of {kind} compares answers by a multiple of --beta, or divides by it, so that nothing "
+            "is learnt with 0. Take one above 0, or leave --beta out."
         )
     for name in ("loss_weights", "reward_weights"):
         weights = getattr(config, name)
@@ -128,9 +129,11 @@ def check_variant(config: RlhfConfig) -> None:
 
 
 def _all_by_beta(config: RlhfConfig, losses: list[str]) -> bool:
-    """Whether all of the loss is of answers that are compared by a multiple of --beta, or divided by it."""
-    if config.rlhf_type in ("simpo", "cpo"):  # beside the likelihood of the better answer
-        return config.cpo_alpha == 0 or (config.rlhf_type == "simpo" and config.cpo_alpha is None)
+    """Whether all of the loss is multiplied by --beta, or a part of it divided."""
+    if config.rlhf_type == "simpo" or (config.rlhf_type in ("dpo", "cpo") and {*losses} & {*DIVIDED}):
+        return True
+    if config.rlhf_type == "cpo":  # beside the likelihood of the better answer
+        return config.cpo_alpha == 0
     return config.rlhf_type == "kto" or (config.rlhf_type == "dpo" and "sft" not in losses)
 
 

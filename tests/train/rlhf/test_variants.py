@@ -102,7 +102,8 @@ JUDGED: dict[str, Any] = {"keep_best": True, "eval_steps": 1, "val_split": 0.5}
             {"loss_weights": [0.0, 1.0]},
             "--loss-weights are all 0: nothing",
         ),
-        ({"rlhf_type": "simpo", "beta": 0.0}, {"cpo_alpha": 1.0}, "--beta 0: the loss of simpo"),
+        ({"rlhf_type": "simpo", "cpo_alpha": 1.0, "beta": 0.0}, {"beta": None}, "--beta 0: the loss of simpo"),
+        ({"rlhf_type": "cpo", "loss_type": ["alphapo"], "beta": 0.0}, {"beta": 0.1}, "--beta 0: .* or divides by it"),
         ({"rlhf_type": "orpo", "frozen_stage": 0}, {"rlhf_type": "dpo"}, "--frozen-stage means nothing to .* orpo"),
         (GRPO | {"model_stages": {"ref_model": 0}}, {"beta": 0.1}, "has a reference with a --beta above 0 only"),
         (
