@@ -497,3 +497,49 @@ def test_a_gradient_that_nobody_holds_keeps_no_memory(stage):
     buffer = weakref.ref(model.weight.grad.buffer)
     model.zero_grad()
     assert buffer() is None
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_who_holds_a_gradient_keeps_it_where_another_one_is_assigned(stage):
+    model = shardproof.shard(nn.Linear(3, 2), stage)
+    model(torch.ones(1, 3)).sum().backward()
+    held = model.weight.grad
+    model.weight.grad = torch.zeros(2, 3)
+    (2 * model(torch.ones(1, 3)).sum()).backward()
+    assert (held.tolist(), model.weight.grad.tolist()) == ([[1] * 3] * 2, [[2] * 3] * 2)
+    model.weight.grad = model.weight.grad + held.mul_(10)
+    assert model.weight.grad.tolist() == [[12] * 3] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_who_holds_a_gradient_sees_what_is_added_though_another_one_was_cleared(stage):
+    model = shardproof.shard(nn.Linear(3, 2), stage)
+    model(torch.ones(1, 3)).sum().backward()
+    weight, bias = model.weight.grad, model.bias.grad
+    model.bias.grad = None
+    model(torch.ones(1, 3)).sum().backward()
+    weight.mul_(2)
+    assert (weight.tolist(), bias.tolist()) == ([[4] * 3] * 2, [1, 1])
+    assert (model.weight.grad.tolist(), model.bias.grad.tolist()) == ([[4] * 3] * 2, [1, 1])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_is_put_back_and_given_to_another_parameter(stage):
+    model = shardproof.shard(nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)]), stage)
+    (model[0](torch.ones(1, 3)) + 2 * model[1](torch.ones(1, 3))).sum().backward()
+    a, b = (linear.weight for linear in model)
+    held = a.grad
+    a.grad = None
+    a.grad = held
+    assert a.grad.tolist() == [[1] * 3] * 2
+    a.grad = b.grad
+    assert a.grad.tolist() == b.grad.tolist() == [[2] * 3] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_edit_of_a_row_of_a_gradient_comes_before_another_one_is_assigned(stage):
+    model = shardproof.shard(nn.Linear(3, 2), stage)
+    model(torch.ones(1, 3)).sum().backward()
+    model.weight.grad.view(-1)[:3].mul_(5)
+    model.bias.grad = torch.ones(2)
+    assert model.weight.grad.tolist() == [[5] * 3, [1] * 3]

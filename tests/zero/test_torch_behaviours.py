@@ -201,6 +201,22 @@ def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss
 
 
+@step("gradients_held_while_others_are_assigned_or_cleared")
+def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = F.mse_loss(model(batch["x"]), batch["y"])
+    loss.backward()
+    env.engine.before_step({"": model})
+    up, down, norm = model.blocks[0].up.weight, model.blocks[0].down.weight, model.blocks[0].norm.weight
+    first, second, third = up.grad, down.grad, norm.grad
+    up.grad, norm.grad = torch.zeros_like(up), None
+    second.mul_(0.5)
+    env.keep["up"] = first
+    up.grad = first * 0.5 + up.grad
+    norm.grad = third
+    model.blocks[1].up.bias.grad = 2 * model.blocks[2].up.bias.grad
+    return loss
+
+
 @pytest.mark.parametrize("name, stage", [(name, stage) for name in CASES for stage in (1, 3)])
 def test_two_ranks_equal_one_process(run2, name, stage):
     run2(check, name, stage)

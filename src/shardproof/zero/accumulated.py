@@ -30,7 +30,8 @@ class Accumulated(Layout):
         has_grad: which parameters have one, on all ranks alike. `cleared`: of which others the buffer still has
             something.
         gradients: for each parameter what `p.grad` returned last, for the next time. `spare`: by parameter and dtype,
-            those that nobody else holds any more: to make one takes the host as long as a small kernel.
+            those that nobody else holds any more: to make one takes the host as long as a small kernel. `parting`:
+            those that somebody may hold of parameters that were cleared.
         grad_dtype: in which contributions are added up and reduced.
         partial: contributions of this rank that are not reduced yet, whole size, or None; `written` says of which
             parameters.
@@ -62,6 +63,7 @@ class Accumulated(Layout):
         self.cleared: set[int] = set()
         self.gradients: list[ShardedGradient | None] = [None] * len(self.shapes)
         self.spare: dict[tuple[int, torch.dtype], ShardedGradient] = {}
+        self.parting: list[weakref.ref[ShardedGradient]] = []
         self.partial: torch.Tensor | None = None
         self.written: set[int] = set()
         self.used = [False] * len(self.shapes)
@@ -122,23 +124,57 @@ class Accumulated(Layout):
         if known is not None and unheld and len(known.__dict__) == _OWN:
             self.spare[index, known.buffer.dtype] = known
             del known.buffer
+        elif known is not None:
+            self.parting.append(weakref.ref(known))
         if any(self.has_grad):
             self.cleared.add(index)
         else:
             self.grad = None
             self.cleared.clear()
+            self.parting.clear()
 
     def own_gradient(self) -> torch.Tensor:
-        """The gradient buffer to write into. Ranges whose gradient was set to None start from zero, in a buffer
-        that no gradient handed out before can see."""
+        """The gradient buffer to write into. Ranges whose gradient was set to None start from zero; who holds such a
+        gradient keeps it as it was, and who holds another of the buffer sees what is written."""
         if self.grad is None:
             self.grad = self.settled(torch.zeros_like(self.shard), self.shard.dtype)
         elif self.cleared:
-            self.grad = self.settled(self.grad.detach().clone(), self.shard.dtype)
+            if self.grad.requires_grad:  # part of a graph, in which nothing is overwritten
+                self.grad = self.settled(self.grad.detach().clone(), self.shard.dtype)
+            for held in (ref() for ref in self.parting):
+                if held is not None and held.buffer is self.grad:
+                    self._part(held)
             for index in self.cleared:
-                self.local_of(self.grad, index).zero_()
+                self.slice_in(self.grad, index).zero_()
         self.cleared.clear()
+        self.parting.clear()
         return self.grad
+
+    def slice_in(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        """This rank's slice of a gradient that lies in `buffer`, that of now or one of before."""
+        if self.home is not None:
+            self.home.settle()
+        return self.grad_locals[index] if buffer is self.grad else self.local_of(buffer, index)
+
+    def give_gradient(self, index: int, part: torch.Tensor) -> None:
+        """`p.grad = ...`, of which this rank has `part`. Who holds the gradient of before keeps its values."""
+        self.engine.copies.take_in_gradients()
+        known, self.gradients[index] = self.gradients[index], None
+        if known is not None and known.buffer is self.grad:
+            if _is_ours_alone(known):
+                self.gradients[index] = known
+            elif known.buffer.requires_grad:
+                self.grad = known.buffer.clone()  # the graph goes on for the others
+            else:
+                self._part(known)
+        with torch.no_grad():
+            self.local_of(self.own_gradient(), index).view(-1).copy_(part)
+        self.gradient_changed()
+        self.has_grad[index] = True
+
+    def _part(self, held: ShardedGradient) -> None:
+        """Give a gradient of before a memory of its own."""
+        held.own = held.buffer = self.slice_in(held.buffer, held.index).clone()
 
     def add_gradient(self, reduced: torch.Tensor) -> None:
         """Add a reduced, shard-sized gradient, which may be kept."""

@@ -340,7 +340,8 @@ class Gradients:
             if flat.grad is None and not any(any(f.has_grad) for f in self.engine.flats):
                 self.final = False
             return
-        if isinstance(value, ShardedGradient) and value.flat is flat and value.buffer is flat.grad:
+        same = isinstance(value, ShardedGradient) and value.flat is flat and value.index == index
+        if same and cast("ShardedGradient", value).buffer is flat.grad and flat.has_grad[index]:
             return
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"The gradient of '{flat.names[index]}' is a tensor or None, not a {type(value).__name__}.")
@@ -351,11 +352,11 @@ class Gradients:
             )
         if value.dtype not in (flat.dtype, flat.shard.dtype):
             raise EngineError(f"'{flat.names[index]}' is {flat.dtype} and was given a gradient in {value.dtype}.")
-        whole = value.whole() if isinstance(value, ShardedTensor) else value
-        with torch.no_grad():
-            flat.local_of(flat.own_gradient(), index).view(-1).copy_(flat.slice_of(whole, index))
-        flat.gradient_changed()
-        flat.has_grad[index] = True
+        if same:  # kept, and put back
+            flat.give_gradient(index, cast("ShardedGradient", value).local.reshape(-1).clone())
+        else:
+            whole = value.whole() if isinstance(value, ShardedTensor) else value
+            flat.give_gradient(index, flat.slice_of(whole, index))
         self.engine.written.note((True, flat.index, index), "=", [value])
 
     @staticmethod

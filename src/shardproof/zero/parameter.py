@@ -31,10 +31,12 @@ _SAME_VALUE = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.
 
 
 class ShardedTensor(torch.Tensor):
-    """Common to parameter and gradient. `local` is this rank's slice, `whole()` the whole value."""
+    """Common to parameter and gradient. `local` is this rank's slice, `whole()` the whole value; `own` the slice of
+    before, of what somebody holds while the parameter was given another (`p.data = ...`, `p.grad = ...`)."""
 
     flat: Flat
     index: int  # type: ignore[assignment]
+    own: torch.Tensor | None = None
 
     @classmethod
     def wrap(cls, flat: Flat, index: int, dtype: torch.dtype, requires_grad: bool) -> Any:
@@ -169,11 +171,9 @@ class ShardedValue(ShardedTensor):
     """The value of a parameter without its place in autograd: what `p.data` and `p.detach()` return.
 
     Attributes:
-        own: this rank's slice of the values of before, once the parameter was given others (`p.data = ...`).
         is_trained: whether it is a leaf of its own, with a whole gradient of this rank (`p.detach().requires_grad_()`).
     """
 
-    own: torch.Tensor | None = None
     is_trained = False
 
     def another(self) -> ShardedValue:
@@ -368,10 +368,7 @@ class ShardedGradient(ShardedTensor):
     @property
     def local(self) -> torch.Tensor:
         self.settle()
-        if self.flat.home is not None:
-            self.flat.home.settle()
-        flat, index = self.flat, self.index
-        return flat.grad_locals[index] if self.buffer is flat.grad else flat.local_of(self.buffer, index)
+        return self.flat.slice_in(self.buffer, self.index) if self.own is None else self.own
 
     def settle(self) -> None:
         """Take in what was added or written since: somebody may have held on to this over a backward pass."""
