@@ -31,6 +31,13 @@ def test_sharding_twice():
         shardproof.shard(nn.Sequential(model), 2)
 
 
+def test_a_buffer_that_is_trained():
+    model = Net()
+    model.register_buffer("gain", torch.ones(2, requires_grad=True))
+    with pytest.raises(EngineError, match=r"The buffer 'gain' requires a gradient.* Make it an nn.Parameter"):
+        shardproof.shard(model, 3)
+
+
 def in_a_wrapper() -> None:
     ddp = nn.parallel.DistributedDataParallel(Net())
     with pytest.raises(EngineError, match=r"The model is wrapped in DistributedDataParallel.*shard the module itself"):

@@ -82,6 +82,11 @@ def check_and_move(model: nn.Module, device: torch.device) -> None:
                 f"'{name}' is on the meta device: it has a shape but no values. Load or initialise it before "
                 "shardproof.shard (for example model.to_empty(device='cpu') and its initialisation)."
             )
+        if tensor.requires_grad and tensor.is_leaf and not isinstance(tensor, nn.Parameter):
+            raise EngineError(
+                f"The buffer '{name}' requires a gradient, which nobody would average over ranks: a buffer is each "
+                "rank's own. Make it an nn.Parameter if it is trained, else call requires_grad_(False) on it."
+            )
         places.setdefault(str(tensor.device), []).append(name)
     strays = {d: names for d, names in places.items() if torch.device(d) != device}
     if strays:
