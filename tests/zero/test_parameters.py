@@ -543,3 +543,21 @@ def test_an_edit_of_a_row_of_a_gradient_comes_before_another_one_is_assigned(sta
     model.weight.grad.view(-1)[:3].mul_(5)
     model.bias.grad = torch.ones(2)
     assert model.weight.grad.tolist() == [[5] * 3, [1] * 3]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("how", ["detach_", "assign", "zero_grad"])
+def test_a_gradient_that_is_detached_keeps_no_graph(stage, how):
+    model = shardproof.shard(nn.Linear(3, 2), stage)
+    model(torch.ones(1, 3)).square().sum().backward(create_graph=True)
+    constant = model.weight.grad.detach()
+    assert (constant.sum().requires_grad, model.weight.grad.sum().requires_grad) == (False, True)
+    if how == "zero_grad":
+        model.zero_grad(set_to_none=False)
+    for p in model.parameters():
+        if how == "detach_":
+            p.grad.detach_()
+        elif how == "assign":
+            p.grad = p.grad.detach()
+    assert not any(p.grad.sum().requires_grad for p in model.parameters())
+    assert not any(flat.grad.requires_grad for flat in model._shardproof.flats)

@@ -31,7 +31,8 @@ class Accumulated(Layout):
             something.
         gradients: for each parameter what `p.grad` returned last, for the next time. `spare`: by parameter and dtype,
             those that nobody else holds any more: to make one takes the host as long as a small kernel. `parting`:
-            those that somebody may hold of parameters that were cleared.
+            those that somebody may hold of parameters that were cleared. `plain`: of a buffer that is part of a graph,
+            which gradients were taken out of it.
         grad_dtype: in which contributions are added up and reduced.
         partial: contributions of this rank that are not reduced yet, whole size, or None; `written` says of which
             parameters.
@@ -82,6 +83,7 @@ class Accumulated(Layout):
     @grad.setter
     def grad(self, buffer: torch.Tensor | None) -> None:
         self._grad, self._grad_locals = buffer, None
+        self.plain: set[int] = set()
 
     @property
     def grad_locals(self) -> list[torch.Tensor]:
@@ -171,6 +173,33 @@ class Accumulated(Layout):
             self.local_of(self.own_gradient(), index).view(-1).copy_(part)
         self.gradient_changed()
         self.has_grad[index] = True
+        if cast("torch.Tensor", self.grad).requires_grad:
+            self.leave_graph(cast("ShardedGradient", self.gradient(index)))
+
+    def in_graph(self, buffer: torch.Tensor, index: int) -> bool:
+        """Whether a gradient that lies in `buffer` is part of a graph."""
+        return buffer.requires_grad and not (buffer is self.grad and index in self.plain)
+
+    def leave_graph(self, gradient: ShardedGradient) -> None:
+        """`p.grad.detach_()`. The last one to leave takes the buffer with it."""
+        buffer = gradient.buffer
+        if not buffer.requires_grad:
+            return
+        if buffer is not self.grad:  # of before
+            gradient.buffer = buffer.detach()
+            return
+        self.plain.add(gradient.index)
+        if all(index in self.plain for index, has in enumerate(self.has_grad) if has):
+            self.grad = buffer.detach()
+            for known in self.gradients:
+                if known is not None and known.buffer is buffer:
+                    known.buffer = self.grad
+
+    def without_graph(self, gradient: Any) -> Any:
+        """`p.grad.detach()`, which sees the same values."""
+        if not gradient.buffer.requires_grad:
+            return gradient
+        return ShardedGradient.of(cast("Flat", self), gradient.index, gradient.buffer.detach())
 
     def _part(self, held: ShardedGradient) -> None:
         """Give a gradient of before a memory of its own."""

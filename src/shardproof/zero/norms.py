@@ -158,7 +158,7 @@ def norm_of(tensor: Any = None, ord: Any = 2, dim: Any = None, *args: Any, **kwa
     differentiable = torch.is_grad_enabled() and (
         tensor.flat.requires_grad[tensor.index]
         if isinstance(tensor, ShardedParameter)
-        else isinstance(tensor, ShardedGradient) and tensor.buffer.requires_grad
+        else isinstance(tensor, ShardedGradient) and tensor.flat.in_graph(tensor.buffer, tensor.index)
     )
     if not plain or differentiable or not isinstance(order, (int, float)) or order < 0:
         return NotImplemented

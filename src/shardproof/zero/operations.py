@@ -248,7 +248,7 @@ def _delete_grad(p: ShardedTensor) -> None:
 
 
 def _get_data(t: ShardedTensor) -> ShardedTensor:
-    return t.another() if isinstance(t, ShardedValue) else t
+    return t.another() if isinstance(t, ShardedValue) else t.flat.without_graph(t)
 
 
 def _set_data(t: ShardedTensor, value: torch.Tensor) -> None:
@@ -288,6 +288,8 @@ def _set_requires_grad(t: ShardedTensor, flag: bool = True) -> ShardedTensor:
         t.is_trained = bool(flag)
         with torch._C.DisableTorchFunctionSubclass():
             _T.requires_grad_(t, flag)
+    elif isinstance(t, ShardedGradient) and not flag:
+        t.flat.leave_graph(t)
     return t
 
 
@@ -375,7 +377,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _T.module_load: _refuse_swap,
     _T.view_as: view_like,
     _T.expand_as: view_like,
-    _T.detach_: _same,
+    _T.detach_: lambda t: _set_requires_grad(t, False) if isinstance(t, ShardedGradient) else t,
     _T.retain_grad: lambda t: None,
     _T.share_memory_: _same,
     _T.contiguous: _same,

@@ -386,7 +386,7 @@ class ShardedGradient(ShardedTensor):
 
     def whole(self) -> torch.Tensor:
         flat, index = self.flat, self.index
-        if self.buffer.requires_grad:
+        if flat.in_graph(self.buffer, index):
             return flat.view(GatherNow.apply(flat.at_work(self.buffer), flat), index)
         whole = flat.engine.gradients.gather_slices(flat, index, self.local)
         return flat.engine.copies.of_gradient(whole, self).view(flat.shapes[index])
