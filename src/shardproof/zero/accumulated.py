@@ -122,8 +122,7 @@ class Accumulated(Layout):
         """`p.grad = None`. The last one to go takes the buffer with it."""
         self.has_grad[index] = False
         known, self.gradients[index] = self.gradients[index], None
-        unheld = known is not None and _holders(known) == _NOBODY_ELSE and not weakref.getweakrefcount(known)
-        if known is not None and unheld and len(known.__dict__) == _OWN:
+        if known is not None and _is_ours_alone(known):
             self.spare[index, known.buffer.dtype] = known
             del known.buffer
         elif known is not None:
@@ -249,13 +248,25 @@ class Accumulated(Layout):
         return spare
 
 
+def _is_ours_alone(gradient: ShardedGradient) -> bool:
+    """Whether but for the caller's variable nobody holds it, has a weak reference to it or has set something on it."""
+    unheld = _holders(gradient) == _NOBODY_ELSE and weakref.getweakrefcount(gradient) == 0
+    return unheld and len(gradient.__dict__) == _OWN
+
+
 def _holders(known: Any) -> int:
     return sys.getrefcount(known)
 
 
 def _holders_of_new() -> int:
+    """As many as a gradient has in `_is_ours_alone` that nobody else holds: of a variable, through two calls. A call
+    holds more or less of its arguments from one version of Python to another."""
     known = object()
-    return _holders(known)
+
+    def called(gradient: Any) -> int:
+        return _holders(gradient)
+
+    return called(known)
 
 
-_NOBODY_ELSE = _holders_of_new()  # from one version of Python to another a call holds more or less of its arguments
+_NOBODY_ELSE = _holders_of_new()
