@@ -315,6 +315,7 @@ def train(
         folder.write_sample(prepared.model)
     begin_adapters(model, config, prepared.starts, folder.path if first and prepared.saves else None)
     trainer = make_trainer([stop, *callbacks_of(config), *([reporter] if reporter else [])], reporter)
+    stop.meet = trainer._meet
     trainer.evaluates_epochs = config.eval_strategy == "epoch"
     trainer.recorder.folder = None if write else folder.path
     if reporter:

@@ -6,7 +6,7 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -96,7 +96,10 @@ class StopAfterStep(TrainerCallback):
 
     Attributes:
         agreed: the signal that ended training, 0 as long as none has.
+        meet: has all ranks wait for each other while they lend their slices. In an evaluation one may be behind.
     """
+
+    meet: Callable[[], None] | None = None
 
     def __init__(self) -> None:
         self.received, self.agreed, self._since, self._pid = 0, 0, 0.0, os.getpid()
@@ -165,6 +168,8 @@ class StopAfterStep(TrainerCallback):
         if self._batches < self._until:
             return
         took = (time.monotonic() - self._looked) / self._batches
+        if self.meet is not None:
+            self.meet()
         number, took = self._largest(self.received, took)
         if number:
             self.agreed = int(number)
@@ -176,6 +181,7 @@ class StopMixin:
     """A trainer whose evaluations end when `StopAfterStep` says so."""
 
     args: Any
+    model: Any
     control: Any
     callback_handler: Any
 
@@ -193,6 +199,7 @@ class StopMixin:
         try:
             found: dict[str, float] = super()._evaluate(*args, **kwargs)  # type: ignore[misc]
         except EvaluationEnded:
+            self.model.train()  # by which TRL's trainers know whose figures they log
             cast("StopAfterStep", self._stop).end(self.args, self.control)
             return {}
         return found
