@@ -30,6 +30,13 @@ def odd(answer, right):
     return "much"
 """
 
+# Whether a signal has asked to end is told between all batches then, at which ranks are when they come to it.
+ALWAYS = """
+import shardproof.train.stop, transformers
+shardproof.train.stop.LOOK = 0.0
+shardproof.register_callback("none")(type("Nothing", (transformers.TrainerCallback,), {}))
+"""
+
 
 def records_of(run: Any) -> list[dict[str, Any]]:
     assert run.code == 0, run.output
@@ -44,6 +51,8 @@ def lines(file: Path) -> list[dict[str, Any]]:
 def media(commands, tiny_models, files: Path):
     """Of each kind of model a run that answers rows with files, on two ranks, and what `infer` answers then."""
 
+    (files / "always.py").write_text(ALWAYS)
+
     def run(kinds):
         jobs = []
         for kind in kinds:
@@ -53,6 +62,7 @@ def media(commands, tiny_models, files: Path):
             fixed = "--max-steps 2 --global-batch-size 4 --per-device-batch-size 2 --learning-rate 3e-3 --workers 0"
             argv = ["sft", "--model", str(tiny_models(kind)), "--dataset", str(file), "--val-dataset", str(file)]
             asked = "--predict-with-generate --max-new-tokens 6 --eval-strategy epoch --stage 3 --nproc 2"
+            asked += f" --external-plugins {files / 'always.py'}"
             jobs.append((kind, [*argv, "--output-dir", "OUT", *fixed.split(), *asked.split()]))
             infer = ["infer", f"RUNS/{kind}", "--dataset", str(file), "--max-new-tokens", "6"]
             jobs.append((f"{kind}-infer", [*infer, "--result-path", "OUT.jsonl"]))
