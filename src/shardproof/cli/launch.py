@@ -249,10 +249,11 @@ def _mind_terminations(heard: int, records: Path) -> None:
     while True:
         if signal.SIGTERM not in os.read(heard, 64):
             continue
-        limit = time.monotonic() + ECHO
-        while not (asked := _asked_to_end(records)) and not _records(records, restarts()) and time.monotonic() < limit:
+        limit, failed, asked = time.monotonic() + ECHO, False, False
+        while not (failed or asked) and time.monotonic() < limit:
             time.sleep(0.02)
-        if not asked or _records(records, restarts()):
+            failed, asked = bool(_records(records, restarts())), _asked_to_end(records)
+        if failed or not asked:
             ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # Python lets the main thread alone do it
             os.kill(os.getpid(), signal.SIGTERM)
 

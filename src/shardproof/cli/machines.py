@@ -100,8 +100,8 @@ class Machines(NamedTuple):
         from torch.distributed.elastic.rendezvous import RendezvousError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-        # The agents must meet again after a restart; torch's static rendezvous would find the store of before.
         os.environ.setdefault(*PATIENCE)  # a config of torch's looks for it
+        # The agents must meet again after a restart; torch's static rendezvous would find the store of before.
         again = {"is_host": self.rank == 0, "last_call_timeout": LAST_CALL}
         config = LaunchConfig(
             min_nodes=self.fewest,

@@ -1,5 +1,13 @@
 """Options of ms-swift that have no equivalent here: which decide nothing, which are refused, and what to do instead."""
 
+from shardproof.errors import ConfigError
+
+
+def missing(said: str, instead: str = "") -> ConfigError:
+    """The error for what a command says and nothing here does. `instead`: what to do, or what there is."""
+    return ConfigError(f"{said}: an option of ms-swift without equivalent here{f'; {instead}' if instead else ''}.")
+
+
 # What decides nothing here: the work is done anyway, or in another way.
 WITHOUT_EFFECT = {
     "tuner_backend": "adapters are PEFT's",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from shardproof.cli.swift_missing import HARMLESS, INSTEAD, MISSING, WITHOUT_EFFECT
+from shardproof.cli.swift_missing import HARMLESS, INSTEAD, MISSING, WITHOUT_EFFECT, missing
 from shardproof.cli.swift_values import ADDED, RL, SPECIAL, Ours
 from shardproof.errors import ConfigError
 from shardproof.train.option import flag
@@ -213,9 +213,7 @@ def ours(
             return "that is what happens here"
         if name in others and name not in INSTEAD:
             return None
-        instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""
-        asked = " ".join([flag(name), *given])
-        raise ConfigError(f"{asked}: an option of ms-swift without equivalent here{instead}.")
+        raise missing(" ".join([flag(name), *given]), INSTEAD.get(name, ""))
     return None
 
 

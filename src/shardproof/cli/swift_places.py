@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from shardproof.cli.swift_missing import missing
 from shardproof.cli.swift_options import VALUES, as_words, ours, split_options
 from shardproof.errors import ConfigError
 from shardproof.train.option import flag
@@ -96,7 +97,7 @@ def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[l
         elif (command, name) in INSTEAD:
             harmless, instead = INSTEAD[command, name]
             if text.lower() not in harmless:
-                raise ConfigError(f"{given} {text}: an option of ms-swift without equivalent here; {instead}.")
+                raise missing(f"{given} {text}", instead)
             notes.append(f"{given} (that is what happens here)")
         else:  # as in a run, which has what Swift takes everywhere
             found = ours(name, values, known)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from shardproof.cli.swift_missing import missing
 from shardproof.data.formats import FIELDS
 from shardproof.errors import ConfigError
 from shardproof.train.option import BEGINNINGS, REPORTS
@@ -60,10 +61,8 @@ OPTIM = {
 def _optim(values: list[str]) -> Ours:
     name = " ".join(values).lower()
     if name not in OPTIM and name != "none":
-        raise ConfigError(
-            f"--optim {name}: an option of ms-swift without equivalent here; there is"
-            f" {', '.join(OPTIM)}, and another optimizer comes with --external-plugins and --optimizer."
-        )
+        others = "another optimizer comes with --external-plugins and --optimizer"
+        raise missing(f"--optim {name}", f"there is {', '.join(OPTIM)}, and {others}")
     found = OPTIM.get(name)
     return [("optimizer", [found])] if found else []
 
@@ -78,16 +77,13 @@ ASKED_BY = {
 def _optimizer(values: list[str]) -> Ours:
     name = " ".join(values).lower()
     if name in ASKED_BY:
-        raise ConfigError(f"--optimizer {name}: an option of ms-swift without equivalent here; {ASKED_BY[name]}.")
+        raise missing(f"--optimizer {name}", ASKED_BY[name])
     return [("optimizer", values)]
 
 
 def _report_to(values: list[str]) -> Ours:
     if others := [name for name in ",".join(values).split(",") if name.lower() not in REPORTS]:
-        raise ConfigError(
-            f"--report-to {' '.join(others)}: an option of ms-swift without equivalent here; there is"
-            f" {', '.join(REPORTS)}."
-        )
+        raise missing(f"--report-to {' '.join(others)}", f"there is {', '.join(REPORTS)}")
     return [("report_to", values)]
 
 
@@ -95,10 +91,7 @@ def _bits(values: list[str]) -> Ours:
     """Of a base, packed by bitsandbytes."""
     bits = " ".join(values).lower()
     if bits not in ("4", "none"):
-        raise ConfigError(
-            f"--quant-bits {bits}: an option of ms-swift without equivalent here; --quantize nf4 keeps a frozen base in"
-            " four bits."
-        )
+        raise missing(f"--quant-bits {bits}", "--quantize nf4 keeps a frozen base in four bits")
     return [("quantize", ["nf4"])] if bits == "4" else []
 
 
@@ -108,10 +101,8 @@ def _init_weights(values: list[str]) -> Ours:
     if name.lower() in ("true", "none"):
         return []
     if name.lower() == "false":
-        raise ConfigError(
-            "--init-weights false: an option of ms-swift without equivalent here; adapters would begin at random and"
-            f" change the model. There is {BEGINNINGS}."
-        )
+        why = "adapters would begin at random and change the model"
+        raise missing("--init-weights false", f"{why}. There is {BEGINNINGS}")
     return [("init_lora_weights", values)]
 
 
@@ -132,10 +123,8 @@ def _loss_type(values: list[str]) -> Ours:
     if value.lower() == "none":
         return []
     if value == "online_contrastive":
-        raise ConfigError(
-            f"--loss-type {value}: an option of ms-swift without equivalent here; --task embedding takes"
-            " --loss infonce, cosine_similarity and contrastive."
-        )
+        takes = "--task embedding takes --loss infonce, cosine_similarity and contrastive"
+        raise missing(f"--loss-type {value}", takes)
     return [("loss_type", values)] if value in ("nll", "dft") else [("loss", [RANKING.get(value, value)])]
 
 
@@ -202,9 +191,7 @@ TASKS = ("causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker")
 def _task(values: list[str]) -> Ours:
     name = " ".join(values).lower()
     if name not in (*TASKS, "none"):
-        raise ConfigError(
-            f"--task-type {name}: an option of ms-swift without equivalent here; there is {', '.join(TASKS)}."
-        )
+        raise missing(f"--task-type {name}", f"there is {', '.join(TASKS)}")
     return [("task", [name])] if name in TASKS else []
 
 

@@ -87,12 +87,12 @@ def check_of_transformers(source: str, config: PlanConfig) -> None:
     """Raise ConfigError for a model of a plugin's, whose class may do anything where it is made."""
     from transformers import CONFIG_MAPPING
 
+    from shardproof.models.processors import said_by
     from shardproof.plugins import load
     from shardproof.train.models import registered_model
 
     path = Path(source).expanduser()
-    file = path / "config.json" if path.is_dir() else path
-    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    found = said_by(source, "config.json") if path.exists() else {}
     kind = found.get("model_type")
     plugins = load(config.external_plugins)
     loaded = plugins.names("model") and path.is_dir() and registered_model(source, plugins) is not None

@@ -73,7 +73,7 @@ def places_of(model: Any, config: RunConfig, parts: Sequence[str]) -> Places:
     asked = [name for name in reached if not _within(name, whole) and not idle.module(name)]
     _check_parameters(model, config.target_parameters, asked, whole)
     modules, parameters = ([name for name, _ in of] for of in (model.named_modules(), model.named_parameters()))
-    stacks = _stacks_given(model, config, idle)
+    stacks = _stacks_given(model, config, idle, parameters)
     probe = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=given)
     before = probe.target_modules
     try:
@@ -136,11 +136,10 @@ class _Idle:
         )
 
 
-def _stacks_given(model: Any, config: RunConfig, idle: _Idle) -> list[str]:
-    """--target-parameters, without those of parts that are not trained."""
+def _stacks_given(model: Any, config: RunConfig, idle: _Idle, every: Sequence[str]) -> list[str]:
+    """--target-parameters, without those of parts that are not trained. `every`: the names of all parameters."""
     found = _named(model, config.target_parameters)
     trained = [name for name in found if not idle.parameter(name)]
-    every = [name for name, _ in model.named_parameters()]
     return config.target_parameters if trained == found else _short(trained, every)
 
 

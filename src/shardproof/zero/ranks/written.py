@@ -142,7 +142,8 @@ class Written:
     def note_changed(self, flat: Flat, indices: Iterable[int]) -> None:
         """The engine has changed parameters: what was left before is there no more. A rank that has left nothing may
         have had the same values, so of these only ranks that have are compared."""
-        for key in [(False, flat.index, index) for index in indices] if self.left else ():
+        for index in indices if self.left else ():
+            key = False, flat.index, index
             if key in self.left:
                 self.replaced[key] = self.left.pop(key)
 
