@@ -26,6 +26,9 @@ from shardproof.train.rlhf_mixin import OfTokens, RlhfMixin, listen, plain_of
 from shardproof.train.trainer import CommandMixin
 
 log = logging.getLogger("shardproof")
+ALIKE = (
+    10  # batches in a row without a question whose answers differ in what they are worth, which chance explains no more
+)
 
 
 class Generating(OfTokens):
@@ -47,7 +50,7 @@ class Generating(OfTokens):
         **kwargs: Any,
     ) -> None:
         self.resamples, self._check_prompts = resamples, check_prompts
-        self._fresh = self._warned = self._warned_of_calls = self._warned_of_unjudged = False
+        self._fresh, self._warned, self._alike = False, set[str](), 0
         self._tools: list[Any] = []
         self._prompted: Prompted | None = None
         # Rows to evaluate on have the same numbers, and answers to others are to be learnt from after an evaluation.
@@ -214,6 +217,7 @@ class Generating(OfTokens):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         self._warn_of_cut()
+        self._warn_of_alike()
         self._warn_of_calls()
         super().log(logs, start_time)
         if self.reporter is not None and self._fresh:
@@ -221,18 +225,19 @@ class Generating(OfTokens):
             self.reporter.generated(self.state.global_step, {**self._logs, "prompt": prompts})
         self._fresh = False
 
+    def _warn_once(self, of: str, text: str, *values: Any) -> None:
+        if of not in self._warned and self.accelerator.is_main_process:
+            log.warning(text, *values)
+        self._warned.add(of)
+
     def _warn_of_unjudged(self, rewards: torch.Tensor) -> None:
-        """Once, where all that could judge an answer leave it to each other. `rewards`: of all ranks, by who gave it.
+        """Where all that could judge an answer leave it to each other. `rewards`: of all ranks, by who gave it.
 
         Without environments a rank's own reward functions say so (`Judges`)."""
-        if self._warned_of_unjudged or not getattr(self, "environments", None):
-            return
-        silent = int(torch.isnan(rewards).all(dim=1).sum())
-        if not silent:
-            return
-        self._warned_of_unjudged = True
-        if self.accelerator.is_main_process:
-            log.warning(
+        silent = int(torch.isnan(rewards).all(dim=1).sum()) if getattr(self, "environments", None) else 0
+        if silent:
+            self._warn_once(
+                "unjudged",
                 "Nothing judged %d of %d answers: each of %s gave None, and nothing is learnt from them.",
                 silent,
                 len(rewards),
@@ -240,13 +245,11 @@ class Generating(OfTokens):
             )
 
     def _warn_of_cut(self) -> None:
-        """Once, where no answer since the last log is learnt from: the loss is then 0, which may look like success."""
+        """Where no answer since the last log is learnt from: the loss is then 0, which may look like success."""
         shares = self._metrics["train"].get("completions/clipped_ratio")  # of all ranks
-        if self._warned or not self.mask_truncated_completions or not shares or min(shares) < 1:
-            return
-        self._warned = True
-        if self.accelerator.is_main_process:
-            log.warning(
+        if self.mask_truncated_completions and shares and min(shares) >= 1:
+            self._warn_once(
+                "cut",
                 "All answers since the last log, up to step %d, were cut at --max-completion-length %d, and with"
                 " --mask-truncated-completions nothing is learnt from such: the loss is 0. Raise"
                 " --max-completion-length, or leave --mask-truncated-completions out until answers end by themselves.",
@@ -254,17 +257,36 @@ class Generating(OfTokens):
                 self.max_completion_length,
             )
 
+    def _warn_of_alike(self) -> None:
+        """Where for many batches in a row the answers to each question were worth the same. PPO, whose values are
+        trained too, does not compare them."""
+        shares = self._metrics["train"].get("frac_reward_zero_std")  # of all ranks
+        if not shares or not self.model.training or self.also_trained:
+            return
+        differ = [place for place, share in enumerate(shares, 1) if share < 1]
+        self._alike = len(shares) - differ[-1] if differ else self._alike + len(shares)
+        if self._alike >= ALIKE:
+            self._warn_once(
+                "alike",
+                "In the last %d batches, up to step %d, all answers to a question were worth the same (the last to %g"
+                " on average): nothing was learnt from them%s. See whether --reward-funcs and --reward-model can tell"
+                " these answers apart; completions.jsonl has them. Where the questions are too easy or too hard, take"
+                " others; where all answers are one, raise --temperature.",
+                self._alike,
+                self.state.global_step,
+                self._metrics["train"]["reward"][-1],
+                ", but to stay near the reference" if self.beta else "",
+            )
+
     def _warn_of_calls(self) -> None:
-        """Once, where all calls of functions since the last log failed: answers are told so and go on."""
+        """Where all calls of functions since the last log failed: answers are told so and go on."""
         found = self._metrics["train"]  # of all ranks
         how_often = zip(found.get("tools/call_frequency", ()), found.get("tools/failure_frequency", ()), strict=False)
         failed = [share for calls, share in how_often if calls]
-        if self._warned_of_calls or not failed or min(failed) < 1:
-            return
-        self._warned_of_calls = True
-        if self.accelerator.is_main_process:
+        if failed and min(failed) >= 1:
             turns = (turn for answer in self._logs["completion"] for turn in answer if turn["role"] == "tool")
-            log.warning(
+            self._warn_once(
+                "calls",
                 "All calls of %s since the last log, up to step %d, failed%s. The answers were told so and went"
                 " on: completions.jsonl has them.",
                 "--tools" if self._standalone_tools else "--environments",

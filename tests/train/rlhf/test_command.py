@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shardproof.errors import ConfigError
+from shardproof.train.generating import Generating
 
 OWN = Path(__file__).with_name("rewards_for_tests.py")
 SHORT = "--max-steps 4 --learning-rate 1e-3 --nproc 2 --stage 3 --output-dir OUT".split()
@@ -91,6 +93,7 @@ def more_runs(commands: Any, argv: dict[str, list[str]], models: dict[str, Path]
             ("sync", [*argv["dpo"], *SHORT, "--sync-ref-steps", "2"]),
             ("judge", [*argv["grpo"], *SHORT, *SAMPLED, *judge]),
             ("gkd", [*argv["gkd"], *SHORT, "--lmbda", "1", "--max-completion-length", "6"]),
+            ("alike", [*argv["grpo"], *SHORT, "--max-steps", "12", *SAMPLED, "--reward-funcs", "format"]),
         ]
     )
 
@@ -160,6 +163,39 @@ def test_that_nothing_is_learnt_where_all_answers_are_cut_is_told_once(runs: Any
     assert 1.0 in [record["completions/clipped_ratio"] for record in run.records]  # on the CPU in several of them
     assert said.count("were cut at --max-completion-length 1, and with --mask-truncated-completions nothing") == 1
     assert "were cut at" not in runs["grpo"].output
+
+
+@pytest.mark.slow
+def test_that_all_answers_are_worth_the_same_for_long_is_told_once(more_runs: Any) -> None:
+    run = more_runs["alike"]
+    assert run.code == 0, run.output
+    assert run.series("frac_reward_zero_std") == [1.0] * 12  # a tiny model keeps no format
+    said = " ".join(run.output.split())
+    assert said.count("In the last 10 batches, up to step") == 1
+    assert "all answers to a question were worth the same (the last to 0 on average): nothing was learnt" in said
+
+
+@pytest.mark.parametrize(
+    "logs, told",
+    [
+        ([[1.0] * 6, [1.0] * 4], True),
+        ([[1.0] * 9], False),
+        ([[1.0] * 9, [0.5, 1.0], [1.0] * 8], False),
+        ([[0.5] + [1.0] * 9, [1.0]], True),
+        ([[1.0] * 9, [], []], False),
+    ],
+)
+def test_batches_whose_answers_are_alike_are_counted_from_log_to_log(
+    caplog: Any, logs: list[list[float]], told: bool
+) -> None:
+    trainer: Any = object.__new__(Generating)
+    trainer._warned, trainer._alike, trainer.also_trained, trainer.beta = set(), 0, (), 0.0
+    trainer.model, trainer.state = SimpleNamespace(training=True), SimpleNamespace(global_step=7)
+    trainer.accelerator = SimpleNamespace(is_main_process=True)
+    for shares in logs:
+        trainer._metrics = {"train": {"frac_reward_zero_std": shares, "reward": shares}}
+        trainer._warn_of_alike()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * told
 
 
 def test_answers_and_their_rewards_are_written_down_and_shown(runs: Any) -> None:

@@ -129,10 +129,12 @@ def check(rlhf: Any, argv: list[str], variants: list[dict[str, Any]], **more: An
     assert all(record["grad_norm"] > 1e-3 for record in expected), expected
 
 
-LESS_OFTEN = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "orpo", "cpo", "simpo", "rm", "ppo")]
+LESS_OFTEN = [
+    pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "orpo", "cpo", "simpo", "rm", "ppo", "gkd")
+]
 
 
-@pytest.mark.parametrize("kind", ["kto", "grpo", "gkd", *LESS_OFTEN])
+@pytest.mark.parametrize("kind", ["kto", "grpo", *LESS_OFTEN])
 def test_every_stage_gives_the_losses_of_one_process(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
     check(rlhf, options(kind, pictured, seeing), STAGES)
 
@@ -361,7 +363,7 @@ def heard(pictured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "kind", ["dpo", "grpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gkd", "kto", "rloo"))]
+    "kind", ["grpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "gkd", "kto", "rloo"))]
 )
 def test_so_it_does_of_an_omni_model(rlhf: Any, heard: Path, hearing: Path, kind: str) -> None:
     """Whose base model is its thinker's; pairs have sounds, too."""

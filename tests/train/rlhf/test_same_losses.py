@@ -88,7 +88,7 @@ def test_stages_give_the_losses_of_one_process(rlhf: Any, kind: str) -> None:
         assert expected[0]["kl"] == pytest.approx(0, abs=1e-7)
 
 
-ALL = [kind if kind in ("dpo", "grpo") else pytest.param(kind, marks=pytest.mark.slow) for kind in ALGORITHMS]
+ALL = [kind if kind == "grpo" else pytest.param(kind, marks=pytest.mark.slow) for kind in ALGORITHMS]
 
 
 @pytest.mark.parametrize("kind", ALL)
