@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.errors import DataError
+from shardproof.errors import ConfigError, DataError
 
 TOOLS = [{"type": "function", "function": {"name": "weigh", "description": "weighs", "parameters": {}}}]
 ROWS: list[dict[str, Any]] = [
@@ -256,9 +256,33 @@ def test_boxes_are_written_as_the_model_reads_them(tmp_path: Path) -> None:
         run([*argv, "--result-path", str(tmp_path / "none.jsonl")])
 
 
+def test_rows_of_a_form_of_ones_own_are_answered(tiny: Path, tmp_path: Path) -> None:
+    from shardproof.cli.infer import run
+
+    (tmp_path / "talks.py").write_text(
+        "import shardproof\n\n\n@shardproof.register_row_format('talks')\ndef talks(record):\n"
+        "    if not record['ask']:\n        raise ValueError('nobody asks')\n"
+        "    return {'query': record['ask'], 'response': record['say'], 'id': record['id']}\n"
+    )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"Q": ask, "say": "a slope", "id": 7}) + "\n" for ask in ("what is it", "")))
+    argv = [str(tiny), "--dataset", str(rows), "--columns", "ask=Q", "--max-new-tokens", "2"]
+    argv += ["--row-format", "talks", "--answer-metrics", "rouge_l"]
+    plugin = ["--external-plugins", str(tmp_path / "talks.py")]
+    assert run([*argv, *plugin, "--bad-rows", "skip", "--result-path", str(tmp_path / "out.jsonl")]) == 0
+    (line,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert line["messages"][0] == {"role": "user", "content": "what is it"}
+    assert (line["labels"], line["id"], list(line["rewards"])) == ("a slope", 7, ["rouge_l"])
+    with pytest.raises(DataError, match=r"rows.jsonl:2: nobody asks"):
+        run([*argv, *plugin, "--result-path", str(tmp_path / "none.jsonl")])
+    with pytest.raises(ConfigError, match=r"--row-format talks: .*\n@shardproof.register_row_format"):
+        run([*argv, "--result-path", str(tmp_path / "none.jsonl")])
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        (["--row-format", "talks"], "--row-format is about the rows of --dataset"),
         (["--plain", "--chat-template", "chatml"], "--chat-template is about it"),
         (["--plain", "--template-variables", "enable_thinking=false"], "--template-variables is about it"),
         (["--plain", "--system", "Be short."], "without a --system message"),

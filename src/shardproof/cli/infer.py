@@ -45,6 +45,9 @@ class InferConfig(BaseModel):
     columns: dict[str, str] = Field(
         {}, description="fields that have other names in the files: query=question,response=answer"
     )
+    row_format: str | None = Field(
+        None, description="a plugin's function that converts each row of the data into a known form"
+    )
     bad_rows: Literal["stop", "skip"] = Field("stop", description="at a bad row, stop, or skip the row and list it")
     result_path: str | None = Field(
         None, description="JSON Lines file for the answers to --dataset (default: a new one in RUN_DIR/answers)"
@@ -96,7 +99,7 @@ class InferConfig(BaseModel):
     nproc: int = Field(1, description="processes to shard the model over", ge=1)
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     external_plugins: list[str] = Field(
-        [], description="Python files of your own that register the model, or answer metrics"
+        [], description="Python files of your own that register the model, the row format or answer metrics"
     )
     model_type: str | None = Field(
         None, description="load it as this model of a plugin (default: as in the run, or as its config says)"
@@ -162,7 +165,7 @@ def _check(config: InferConfig) -> None:
     asked = [name for name in ("prompt", "image", "audio", "video") if getattr(config, name)]
     if config.dataset and asked:
         raise ConfigError(f"--dataset and --{asked[0]} are two questions. Give one of them.")
-    for name in ("result_path", "columns", "bad_rows", "answer_metrics", "media_root", "batch_size"):
+    for name in ("result_path", "columns", "row_format", "bad_rows", "answer_metrics", "media_root", "batch_size"):
         if getattr(config, name) != InferConfig.model_fields[name].default and not config.dataset:
             raise ConfigError(f"{options.flag(name)} is about the rows of --dataset, and there is none.")
     if config.answer_metrics:
@@ -234,6 +237,7 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
         raise ConfigError("--plain continues the prompt alone, without a --system message. Give one of them.")
     plugins = load(config.external_plugins)
     worth = answer_metrics(config.answer_metrics, plugins)
+    row_format = (config.row_format, plugins.find("row format", config.row_format)) if config.row_format else None
     chat = Chat(
         folder,
         config.trust_remote_code,
@@ -252,7 +256,7 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     if config.dataset:
         from shardproof.cli.infer_rows import answer
 
-        return answer(chat, config, system, sampling, worth)
+        return answer(chat, config, system, sampling, worth, row_format)
     files, stream = files_of(config), config.stream and config.num_beams == 1  # of several no one is the answer yet
     if config.prompt is not None:
         _answer(chat, [*history, question_of(config.prompt, files)], sampling, stream)

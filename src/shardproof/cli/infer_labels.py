@@ -20,7 +20,7 @@ WRITING = (
     *("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "num_beams", "stop_words", "seed"),
     "answer_metrics",
 )
-OF_PLUGINS = ("external_plugins", "model_type")
+OF_PLUGINS = ("external_plugins", "model_type", "row_format")
 MOST = 10  # probabilities that are shown
 
 

@@ -11,15 +11,21 @@ if TYPE_CHECKING:
 
 
 def answer(
-    chat: Any, config: InferConfig, system: str | None, sampling: Any, worth: Mapping[str, Callable[[str, str], float]]
+    chat: Any,
+    config: InferConfig,
+    system: str | None,
+    sampling: Any,
+    worth: Mapping[str, Callable[[str, str], float]],
+    row_format: tuple[str, Any] | None,
 ) -> int:
-    """Answer the rows of --dataset, and say what the answers are `worth`, by names."""
+    """Answer the rows of --dataset, and say what the answers are `worth`, by names. `row_format`: its name, and what it
+    calls."""
     from shardproof.train.answers import answer_rows, means_in
 
     file = Path(str(config.result_path)).expanduser()
     rounds = answer_rows(
         *(chat, config.dataset, config.columns, system, file, sampling),
-        *(config.batch_size, config.seed, config.bad_rows, worth),
+        *(config.batch_size, config.seed, config.bad_rows, worth, row_format),
     )
     follow(rounds, chat.first, file)
     if worth and chat.first:

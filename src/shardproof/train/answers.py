@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.data.beside import as_many_as_help, in_order
+from shardproof.data.converted import converted
 from shardproof.data.formats import ANSWERS, TURNS, Form, Normal, opened, tools_of, turns_of, with_system
 from shardproof.data.objects import OBJECTS, placed
 from shardproof.data.parts import Problem, parts_of, text_of
@@ -58,6 +59,7 @@ def answer_rows(
     seed: int | None = None,
     bad_rows: BadRows = "stop",
     worth: Mapping[str, Metric] | None = None,
+    row_format: tuple[str, Callable[[dict[str, Any]], dict[str, Any]]] | None = None,
 ) -> Iterator[tuple[int, int, Sequence[BadRow]]]:
     """Answer every row of `dataset` and write it to `file`, one JSON object a line, in their order: what the row had
     beside its question, `messages` with the answer at the end, `response`, and as `labels` the row's own answer (or
@@ -69,6 +71,8 @@ def answer_rows(
         seed: of sampling, which for the same `at_once` does not depend on the number of ranks. None: another each time.
         bad_rows: as for `read_rows`.
         worth: what an answer is worth beside the row's own, by names. A line has that as `rewards`, too.
+        row_format: the name of a function that brings records into a known form, and the function. What is written
+            is what it returned.
 
     Yields: after each round, how many rows are written, how many there are, and which bad ones were left out.
 
@@ -78,7 +82,8 @@ def answer_rows(
     """
     import torch
 
-    rows = read_rows(dataset, bad_rows=bad_rows, columns=columns, form=_form(chat))
+    form = converted(_form(chat), *row_format) if row_format else _form(chat)
+    rows = read_rows(dataset, bad_rows=bad_rows, columns=columns, form=form)
     if chat.processing is not chat.tokenizer:
         rows = usable(chat, rows, partial(_problem, chat, system), bad_rows)
     drawn = chat.shared(torch.seed) if seed is None else seed
