@@ -529,6 +529,14 @@ def test_what_is_told_says_what_it_leaves_out(tiny_models):
     assert found.evidence.endswith("everything counts but activations")
 
 
+def test_a_plugins_model_under_another_name_is_not_counted_as_that(folder):
+    from shardproof.doctor.plan_checks import memory
+
+    own = DoctorConfig(model=str(folder), model_type="own", memory=80.0, max_length=64)
+    (check,) = memory(own, Batch(micro=1, accumulation=1, world_size=1), str(folder), None)
+    assert (check.status, "--model-type own is a plugin's" in check.evidence) == ("warn", True)
+
+
 def test_what_is_left_can_hold_gathered_weights(folder):
     from shardproof.doctor.plan_view import verdict
 

@@ -65,6 +65,9 @@ def memory(
     """One finding: what a process holds at most, of what there is."""
     from shardproof.zero.device import default_device, free_memory
 
+    if config.model_type:  # which may be another model than its config says
+        seen = f"not known: plan counts models of transformers, and --model-type {config.model_type} is a plugin's"
+        return [Check("plan", "memory", "warn", seen, "The model cannot be planned.")]
     there = config.memory * 1e9 if config.memory else free_memory(default_device(), config.nproc)
     length = length_of(config, encoded)
     if config.recipe in ("embedding", "reranker"):  # the texts of a row pass through the model at once

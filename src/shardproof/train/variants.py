@@ -120,6 +120,8 @@ def check_variant(config: RlhfConfig) -> None:
             f"--beta 0: the loss of {kind} compares answers by a multiple of --beta, or divides by it, so that nothing "
             "is learnt with 0. Take one above 0, or leave --beta out."
         )
+    if kind == "gkd" and config.beta is not None and config.beta > 1:
+        raise ConfigError(f"--beta {config.beta:g}: in gkd it goes from 0, the KL divergence, to 1, the reverse one.")
     for name in ("loss_weights", "reward_weights"):
         weights = getattr(config, name)
         if weights and not any(weights) and not config.environments:

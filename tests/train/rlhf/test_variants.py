@@ -85,6 +85,11 @@ JUDGED: dict[str, Any] = {"keep_best": True, "eval_steps": 1, "val_split": 0.5}
         ),
         (DPO | {"beta": 0.0}, {"beta": 0.1}, "--beta 0: the loss of dpo .* nothing is learnt"),
         ({"rlhf_type": "kto", "beta": 0.0}, {"beta": None}, "--beta 0: the loss of kto"),
+        (
+            {"rlhf_type": "gkd", "teacher_model": "t", "beta": 5.0},
+            {"beta": 1.0},
+            "--beta 5: in gkd it goes from 0, .* to 1",
+        ),
         ({"rlhf_type": "cpo", "cpo_alpha": 0.0, "beta": 0.0}, {"beta": 0.1}, "--beta 0: the loss of cpo"),
         (
             GRPO | {"trl_arguments": {"top_entropy_quantile": 20}},  # TRL would take all tokens
