@@ -75,10 +75,10 @@ def small(folder: Path) -> Path:
 
 
 def run_ranks(argv: list[str], folder: Path) -> None:
-    from shardproof.cli.launch import launch
+    from shardproof.cli.processes.launch import launch
     from shardproof.cli.quiet import after_imports, before_imports
     from shardproof.cli.training import parse
-    from shardproof.train.config import SftConfig
+    from shardproof.train.options.config import SftConfig
     from shardproof.train.run import recipe_of
 
     before_imports(local=True, verbose=False)
@@ -97,7 +97,8 @@ def worker(prepared: Any, file: str, *_: Any) -> int:
     from transformers import TrainerCallback
 
     from shardproof.report.terminal import Lines
-    from shardproof.train import sft, trainer
+    from shardproof.train import trainer
+    from shardproof.train.sft import recipe as sft
 
     dist.init_process_group("gloo")
     times: list[str] = []

@@ -41,7 +41,7 @@ from decoder import SHAPES, Decoder, Shape
 from torch import nn
 
 import shardproof
-from shardproof.doctor.stand_ins import AdamWStates, fake_group
+from shardproof.doctor.planning.stand_ins import AdamWStates, fake_group
 from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.comm.tree import Tree
 from shardproof.zero.ranks.consensus import Streams

@@ -72,7 +72,7 @@ Step = Callable[[list[dict[str, Tensor]]], Tensor]
 def adamw(params: Any, setting: Setting) -> torch.optim.Optimizer:
     trained = [p for p in params if p.requires_grad]
     if setting.eight_bits:
-        from shardproof.train.optimizers import adamw_8bit
+        from shardproof.train.optim.optimizers import adamw_8bit
 
         return adamw_8bit(trained, lr=setting.rate, weight_decay=0.0)
     return torch.optim.AdamW(trained, lr=setting.rate, weight_decay=0.0, fused=True)

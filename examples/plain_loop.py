@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shardproof
-from shardproof.data.encode import collate, encode_rows
+from shardproof.data.encoding.encode import collate, encode_rows
 from shardproof.data.rows import read_rows
 from shardproof.models.tiny import build_tiny
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import shardproof
-from shardproof.data.converted import converted
-from shardproof.data.formats import SUPERVISED
+from shardproof.data.forms.converted import converted
+from shardproof.data.forms.formats import SUPERVISED
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError, DataError
 from shardproof.plugins import KINDS, load

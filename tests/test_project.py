@@ -30,7 +30,8 @@ HEAVY = {"torch", "transformers", "datasets", "pyarrow", "numpy", "trl", "peft",
     "code",
     [
         "import shardproof",
-        "import shardproof.data.rows, shardproof.data.encode, shardproof.data.template, shardproof.models.tiny",
+        "import shardproof.data.rows, shardproof.data.encoding.encode, shardproof.data.encoding.template",
+        "import shardproof.models.tiny",
         "from shardproof.data.rows import read_rows; read_rows(['stdlib#10'])",
     ],
 )

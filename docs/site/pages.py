@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 
 from shardproof.cli.main import COMMANDS
 from shardproof.cli.table import parser_of
-from shardproof.doctor.known_errors import KNOWN
+from shardproof.doctor.known.errors import KNOWN
 
 ROOT = Path(__file__).parents[2]
 # Pages that stand elsewhere in the repository.

@@ -87,8 +87,8 @@ def write_model(out: Path, kind: str) -> None:
 def score(run: Path, test: Path) -> dict[str, tuple[int, int]]:
     """For each kind of file, how many answers were right, of how many."""
     from shardproof.data.rows import read_rows
-    from shardproof.train.chat import Chat, Sampling
-    from shardproof.train.loaded import model_folder
+    from shardproof.train.answers.chat import Chat, Sampling
+    from shardproof.train.answers.loaded import model_folder
 
     chat = Chat(model_folder(str(run)))
     asked, right = Counter(), Counter()

@@ -2,8 +2,8 @@
 
 import sys
 
-from shardproof.cli.launch import say_final
 from shardproof.cli.main import main
+from shardproof.cli.processes.launch import say_final
 
 if __name__ == "__main__":
     code = main()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.cli.alike import Machine, difference
-from shardproof.cli.machines import own_copies
-from shardproof.train.config import SftConfig
-from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.cli.processes.alike import Machine, difference
+from shardproof.cli.processes.machines import own_copies
+from shardproof.train.options.config import SftConfig
+from shardproof.train.options.rlhf_config import RlhfConfig
 
 
 @pytest.fixture

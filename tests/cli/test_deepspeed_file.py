@@ -9,7 +9,7 @@ import pytest
 
 from shardproof.cli import sft
 from shardproof.errors import ConfigError
-from shardproof.train.config import SftConfig
+from shardproof.train.options.config import SftConfig
 
 
 def parsed(raw: dict[str, Any], *more: str) -> SftConfig:

@@ -13,8 +13,8 @@ import pytest
 
 from shardproof.cli import hub
 from shardproof.errors import ConfigError
-from shardproof.train.config import SftConfig
-from shardproof.train.models import check_model_source
+from shardproof.train.model.loading import check_model_source
+from shardproof.train.options.config import SftConfig
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 WORK = """
 import os, sys, time
 import torch, torch.distributed as dist
-from shardproof.cli.launch import launch
+from shardproof.cli.processes.launch import launch
 from shardproof.errors import DataError
 
 def start():

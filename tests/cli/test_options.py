@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.cli import data, swift_options
+from shardproof.cli import data
 from shardproof.cli.elsewhere import COMMANDS, HERE, INSTEAD, STAGES
+from shardproof.cli.from_swift import options as swift_options
 from shardproof.cli.main import COMMANDS as OURS
 from shardproof.cli.sft import parse
 from shardproof.cli.table import parser_of
 from shardproof.errors import ConfigError
-from shardproof.train.config import SftConfig
 from shardproof.train.folder import RunFolder
-from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.options.config import SftConfig
+from shardproof.train.options.rlhf_config import RlhfConfig
 
 
 def config_of(*argv: str) -> SftConfig:

@@ -8,7 +8,7 @@ import torch
 from shardproof.cli import demo, precision, training
 from shardproof.cli.main import main
 from shardproof.cli.training import parse
-from shardproof.train.config import SftConfig
+from shardproof.train.options.config import SftConfig
 from shardproof.zero import device
 
 

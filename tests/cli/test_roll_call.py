@@ -12,8 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from shardproof.cli import roll_call
-from shardproof.cli.roll_call import RollCall
+from shardproof.cli.processes import roll_call
+from shardproof.cli.processes.roll_call import RollCall
 from shardproof.errors import ConfigError, ShardproofError
 
 

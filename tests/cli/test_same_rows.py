@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from shardproof.cli.same_rows import SAMPLE, Seen, difference, has_files
-from shardproof.train import rlhf, sft
-from shardproof.train.config import SftConfig
-from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.cli.processes.same_rows import SAMPLE, Seen, difference, has_files
+from shardproof.train.options.config import SftConfig
+from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.rlhf import recipe as rlhf
+from shardproof.train.sft import recipe as sft
 
 ROWS = 3 * SAMPLE
 Prepare = Callable[..., Any]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.cli.slurm import join_tasks, tasks_of_nodes
+from shardproof.cli.processes.slurm import join_tasks, tasks_of_nodes
 from shardproof.errors import ConfigError
 from train.conftest import rows, tiny  # noqa: F401
 

@@ -11,9 +11,9 @@ import pytest
 
 from shardproof.cli import sft, swift, training
 from shardproof.errors import ConfigError
-from shardproof.train.algorithms import check_algorithm
-from shardproof.train.contradictions import check_evaluation
-from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.options.contradictions import check_evaluation
+from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.rlhf.algorithms import check_algorithm
 
 PAGE = Path(__file__).parents[2] / "docs" / "moving-from-swift.md"
 

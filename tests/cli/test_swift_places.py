@@ -3,8 +3,8 @@
 import pytest
 
 from shardproof.cli.export import ExportConfig
+from shardproof.cli.from_swift.places import placed
 from shardproof.cli.infer import InferConfig
-from shardproof.cli.swift_places import placed
 from shardproof.errors import ConfigError
 
 KNOWN = {"infer": InferConfig.model_fields, "export": ExportConfig.model_fields}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.data.stdlib import stdlib_rows
+from shardproof.data.sources.stdlib import stdlib_rows
 from shardproof.models.tiny import train_tokenizer
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 import trl
 
-from shardproof.data import encode
-from shardproof.data.encode import IGNORE, collate, encode_rows
-from shardproof.data.formats import SFT
-from shardproof.data.learnt import past_empty_thoughts
+from shardproof.data.encoding import encode
+from shardproof.data.encoding.encode import IGNORE, collate, encode_rows
+from shardproof.data.encoding.template import Template, set_template
+from shardproof.data.forms.formats import SFT
+from shardproof.data.forms.learnt import past_empty_thoughts
 from shardproof.data.rows import Row, read_rows
-from shardproof.data.template import Template, set_template
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.chatml import CHATML
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from shardproof.data.limits import Limits
-from shardproof.data.media_batch import MediaCollator
-from shardproof.data.media_encode import MediaEncoder
-from shardproof.data.media_rows import encode_media_rows
-from shardproof.data.objects import PLACED
+from shardproof.data.forms.objects import PLACED
+from shardproof.data.media.batches import MediaCollator
+from shardproof.data.media.encode import MediaEncoder
+from shardproof.data.media.limits import Limits
+from shardproof.data.media.rows import encode_media_rows
 from shardproof.data.rows import Rows, read_rows
 from shardproof.errors import DataError
 from shardproof.models.processors import load_processor

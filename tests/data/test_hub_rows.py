@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shardproof.data.hub import HubName, hub_name
 from shardproof.data.rows import read_rows
-from shardproof.data.stream import Place, read_stream
+from shardproof.data.sources.hub import HubName, hub_name
+from shardproof.data.sources.stream import Place, read_stream
 from shardproof.errors import DataError
 
 COMMIT = "1" * 40

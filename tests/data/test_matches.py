@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from shardproof.data import encode
-from shardproof.data.embed import MatchEncoder, collate_matches, encode_matches, texts_of
-from shardproof.data.matches import Matches
-from shardproof.data.parts import Problem
-from shardproof.data.rank import PairEncoder
+from shardproof.data.encoding import encode
+from shardproof.data.encoding.embed import MatchEncoder, collate_matches, encode_matches, texts_of
+from shardproof.data.encoding.rank import PairEncoder
+from shardproof.data.encoding.seen import WRITE
+from shardproof.data.forms.matches import Matches
+from shardproof.data.forms.parts import Problem
 from shardproof.data.rows import Row, read_rows
-from shardproof.data.seen import WRITE
 
 CALLING = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
 
@@ -81,7 +81,7 @@ def test_bad_rows(kind: Matches, record: dict[str, Any], why: str) -> None:
 
 def test_turns_that_are_texts_alone_hold_nothing_else(tokenizer: Any) -> None:
     """Where no template reads them, their calls and their thinking were left out."""
-    from shardproof.data.judged import JudgedEncoder, take_pairs
+    from shardproof.data.encoding.judged import JudgedEncoder, take_pairs
 
     take_pairs(tokenizer, "m")
     thinks = {"role": "assistant", "content": "a", "reasoning_content": "b"}

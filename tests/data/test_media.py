@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 
-from shardproof.data.limits import Limits
-from shardproof.data.media import files_of, resampled, spread
-from shardproof.data.media_batch import MediaCollator, together
-from shardproof.data.media_encode import MediaEncoder
-from shardproof.data.media_rows import encode_media_rows
-from shardproof.data.parts import Problem
+from shardproof.data.forms.parts import Problem
+from shardproof.data.media.batches import MediaCollator, together
+from shardproof.data.media.encode import MediaEncoder
+from shardproof.data.media.limits import Limits
+from shardproof.data.media.reading import files_of, resampled, spread
+from shardproof.data.media.rows import encode_media_rows
 from shardproof.data.rows import Row, read_rows
 from shardproof.errors import ConfigError, DataError
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof.data.converted import converted
-from shardproof.data.formats import SFT
-from shardproof.data.names import check_left_open, named
-from shardproof.data.preferences import PAIRS, PROMPTS
+from shardproof.data.forms.converted import converted
+from shardproof.data.forms.formats import SFT
+from shardproof.data.forms.names import check_left_open, named
+from shardproof.data.forms.preferences import PAIRS, PROMPTS
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
 

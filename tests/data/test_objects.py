@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from shardproof.data.formats import normalise
-from shardproof.data.objects import PLACED, Box
-from shardproof.data.parts import Problem
-from shardproof.data.preferences import PAIRS, PROMPTS
+from shardproof.data.forms.formats import normalise
+from shardproof.data.forms.objects import PLACED, Box
+from shardproof.data.forms.parts import Problem
+from shardproof.data.forms.preferences import PAIRS, PROMPTS
 from shardproof.data.rows import read_rows
 from shardproof.errors import DataError
 

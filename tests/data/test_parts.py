@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof.data.formats import Problem, normalise
-from shardproof.data.parts import decoded_uri, text_of
+from shardproof.data.forms.formats import Problem, normalise
+from shardproof.data.forms.parts import decoded_uri, text_of
 
 A = {"role": "assistant", "content": "seven"}
 URI = "data:image/png;base64,aGVsbG8="

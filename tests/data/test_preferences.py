@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardproof.data.formats import Problem
-from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
+from shardproof.data.forms.formats import Problem
+from shardproof.data.forms.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import read_rows
 from shardproof.errors import DataError
 

@@ -14,11 +14,11 @@ import transformers
 from transformers.utils import is_torchaudio_available, is_torchvision_available
 
 from models.tiny_folders import SQUARE, TEXTS
-from shardproof.data.limits import Limits
-from shardproof.data.media import Frames, read_video
-from shardproof.data.media_batch import MediaCollator, together
-from shardproof.data.media_encode import MediaEncoder
-from shardproof.data.media_rows import encode_media_rows
+from shardproof.data.media.batches import MediaCollator, together
+from shardproof.data.media.encode import MediaEncoder
+from shardproof.data.media.limits import Limits
+from shardproof.data.media.reading import Frames, read_video
+from shardproof.data.media.rows import encode_media_rows
 from shardproof.data.rows import Row, Rows, read_rows
 from shardproof.errors import ConfigError
 from shardproof.models.processors import load_processor, prepared

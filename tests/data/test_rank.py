@@ -8,9 +8,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from shardproof.data.embed import encode_matches
-from shardproof.data.matches import NEGATIVE, POSITIVE
-from shardproof.data.rank import PairEncoder, collate_pairs
+from shardproof.data.encoding.embed import encode_matches
+from shardproof.data.encoding.rank import PairEncoder, collate_pairs
+from shardproof.data.forms.matches import NEGATIVE, POSITIVE
 from shardproof.data.rows import Row
 from shardproof.errors import DataError
 

@@ -12,17 +12,17 @@ import pytest
 from PIL import Image
 
 from shardproof.cli.main import main
-from shardproof.data.limits import Limits
-from shardproof.data.media import files_of
-from shardproof.data.media_batch import MediaCollator
-from shardproof.data.media_encode import MediaEncoder
-from shardproof.data.media_rows import encode_media_rows
-from shardproof.data.parts import Problem
-from shardproof.data.remote import fetched
+from shardproof.data.forms.parts import Problem
+from shardproof.data.media.batches import MediaCollator
+from shardproof.data.media.encode import MediaEncoder
+from shardproof.data.media.limits import Limits
+from shardproof.data.media.reading import files_of
+from shardproof.data.media.rows import encode_media_rows
 from shardproof.data.rows import Row, read_rows
+from shardproof.data.sources.remote import fetched
 from shardproof.errors import DataError
-from shardproof.train.config import SftConfig
-from shardproof.train.media import media_limits
+from shardproof.train.options.config import SftConfig
+from shardproof.train.rows.media import media_limits
 
 FEW = {"remote": True, "remote_bytes": 10_000, "remote_seconds": 0.5}
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from shardproof.data import media_encode
-from shardproof.data.formats import SFT
-from shardproof.data.limits import Limits
-from shardproof.data.media_encode import MediaEncoder
-from shardproof.data.media_rows import encode_media_rows
+from shardproof.data.forms.formats import SFT
+from shardproof.data.media import encode as media_encode
+from shardproof.data.media.encode import MediaEncoder
+from shardproof.data.media.limits import Limits
+from shardproof.data.media.rows import encode_media_rows
 from shardproof.data.row_cache import RowCache
 from shardproof.data.rows import Row, read_rows
 from shardproof.errors import ConfigError, DataError
@@ -131,7 +131,7 @@ def test_arguments_in_another_order_are_another_row(place: Path, processor: Any)
 def test_an_address_that_may_not_be_read_is_a_bad_row_here_too(place: Path, processor: Any, monkeypatch) -> None:
     """A row that a run with --allow-remote-media had encoded passed in one without it, and was lost in training."""
     picture = (place / "a.png").read_bytes()
-    monkeypatch.setattr("shardproof.data.remote.fetched", lambda *args: picture)
+    monkeypatch.setattr("shardproof.data.sources.remote.fetched", lambda *args: picture)
     rows = [{**ROWS[0], "images": ["http://127.0.0.1:1/a.png"]}]
     assert encoded(place, processor, rows, remote=True) == encoded(place, processor, rows, remote=True)
     with pytest.raises(DataError, match="an address on a network; nothing is fetched"):
@@ -150,7 +150,7 @@ def test_a_run_that_is_killed_has_kept_what_it_had_encoded(place, processor, rea
     more = [*ROWS, {"query": "none", "response": "a"}, {"query": "one", "response": "b"}]
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr("shardproof.data.row_cache.AT_ONCE", 2)
-        patch.setattr("shardproof.data.media_rows.pass_over", lambda *args: 1 / 0)
+        patch.setattr("shardproof.data.media.rows.pass_over", lambda *args: 1 / 0)
         encoded(place, processor, more)
     assert len(list((place / "kept").glob("*/*.arrow"))) == 3
     assert len(read) == 5
@@ -201,8 +201,8 @@ def test_a_file_system_that_is_only_read_keeps_nothing_and_is_no_error(place, pr
 
 
 def test_the_option_says_where(place: Path, processor: Any, read: list[int], tiny_models) -> None:
-    from shardproof.train import sft
-    from shardproof.train.config import SftConfig
+    from shardproof.train.options.config import SftConfig
+    from shardproof.train.sft import recipe as sft
 
     file = place / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.data.converted import converted
-from shardproof.data.formats import SUPERVISED, Problem, normalise, raw_or_supervised
-from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
-from shardproof.data.readings import open_stream
+from shardproof.data.forms.converted import converted
+from shardproof.data.forms.formats import SUPERVISED, Problem, normalise, raw_or_supervised
+from shardproof.data.forms.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import read_rows
+from shardproof.data.sources.readings import open_stream
 from shardproof.errors import DataError
 
 QUESTION = {"role": "user", "content": "2 + 2?"}
@@ -552,8 +552,8 @@ def test_so_is_one_where_rows_have_the_field_itself(write):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_rows_to_evaluate_on_may_have_the_column_alone(write, caplog, streaming):
-    from shardproof.train import sft
-    from shardproof.train.config import SftConfig
+    from shardproof.train.options.config import SftConfig
+    from shardproof.train.sft import recipe as sft
 
     named = write("b.jsonl", [{"question": "2 + 2?", "response": "4"}])
     options = {"dataset": [write("a.jsonl", [GOOD])], "val_dataset": [named], "streaming": streaming, "max_steps": 1}
@@ -631,7 +631,7 @@ def test_a_fork_does_not_move_the_place_in_the_file(tmp_path):
 
 def test_of_many_files_few_are_open(tmp_path, monkeypatch):
     """A process may have some hundred, and a dataset thousands."""
-    monkeypatch.setattr("shardproof.data.sources.OPEN", 2)
+    monkeypatch.setattr("shardproof.data.sources.records.OPEN", 2)
     files = [tmp_path / f"{name}.jsonl" for name in range(5)]
     for name, file in enumerate(files):
         file.write_text("".join(json.dumps({"query": f"{name} {i}", "response": "x"}) + "\n" for i in range(3)))
@@ -696,7 +696,7 @@ def test_fields_of_other_names_are_told_with_the_option_that_names_them(write, r
 
 
 def test_questions_alone_have_one_field_to_name(write) -> None:
-    from shardproof.data.preferences import PROMPTS
+    from shardproof.data.forms.preferences import PROMPTS
 
     file = write("a.jsonl", json.dumps({"problem": "a", "solution": "b"}) + "\n")
     with pytest.raises(DataError, match=r"say so: --columns query=problem$"):

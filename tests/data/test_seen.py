@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import trl
 
-from shardproof.data.encode import encode_rows
+from shardproof.data.encoding.encode import encode_rows
+from shardproof.data.encoding.seen import Seen
+from shardproof.data.encoding.template import Template
 from shardproof.data.rows import Row, read_rows
-from shardproof.data.seen import Seen
-from shardproof.data.template import Template
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.chatml import CHATML
 

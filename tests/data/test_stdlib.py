@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 from shardproof.data.rows import read_rows
-from shardproof.data.stdlib import LONGEST, SHORTEST, collect, first_paragraph, stdlib_rows
+from shardproof.data.sources.stdlib import LONGEST, SHORTEST, collect, first_paragraph, stdlib_rows
 
 DIGEST = (
-    "import sys, hashlib, json; from shardproof.data.stdlib import stdlib_rows;"
+    "import sys, hashlib, json; from shardproof.data.sources.stdlib import stdlib_rows;"
     "print(hashlib.sha256(json.dumps(stdlib_rows()).encode()).hexdigest(), 'torch' in sys.modules)"
 )
 

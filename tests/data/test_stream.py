@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from shardproof.data.readings import Lines, open_stream
 from shardproof.data.rows import read_rows
-from shardproof.data.stream import EncodedStream, Place, Position, dealt, read_stream
+from shardproof.data.sources.readings import Lines, open_stream
+from shardproof.data.sources.stream import EncodedStream, Place, Position, dealt, read_stream
 from shardproof.errors import DataError
 
 

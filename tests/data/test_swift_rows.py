@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import trl
 
-from shardproof.data.encode import encode_rows
-from shardproof.data.formats import SFT, Problem, normalise
-from shardproof.data.labels import Labels, labelled
-from shardproof.data.matches import Matches
-from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
+from shardproof.data.encoding.encode import encode_rows
+from shardproof.data.forms.formats import SFT, Problem, normalise
+from shardproof.data.forms.labels import Labels, labelled
+from shardproof.data.forms.matches import Matches
+from shardproof.data.forms.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import Row, read_rows
 from shardproof.errors import DataError
 

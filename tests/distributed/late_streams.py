@@ -149,7 +149,7 @@ class LateStreams(TwoDevices):
 @contextlib.contextmanager
 def late_streams() -> Iterator[LateStreams]:
     """As `two_devices`, with queues."""
-    from shardproof.train import activations
+    from shardproof.train.model import activations
     from shardproof.zero import api, home
     from shardproof.zero.comm import collectives
     from shardproof.zero.ranks import turns

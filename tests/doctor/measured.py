@@ -15,29 +15,29 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 import shardproof
-from shardproof.data.labels import Labels
+from shardproof.data.forms.labels import Labels
 from shardproof.doctor.config import PlanConfig, RlhfDoctorConfig
-from shardproof.doctor.sample import described
-from shardproof.doctor.subject import recipe_for
+from shardproof.doctor.planning.sample import described
+from shardproof.doctor.planning.subject import recipe_for
 from shardproof.integrations.prepared import hold_as_computed, hybrid_mesh, shard_prepared
 from shardproof.models.classes import load_pretrained
 from shardproof.models.family import makes_its_mean
 from shardproof.parallel.sequence import SequenceParallel
 from shardproof.plugins import load
-from shardproof.train import ranking
-from shardproof.train.activations import choose_checkpointing
-from shardproof.train.adapters import with_adapters
-from shardproof.train.embedding import ADAPTED
-from shardproof.train.losses import token_mean
-from shardproof.train.measures import LabelLoss
-from shardproof.train.optimizers import made_by, own_optimizer
-from shardproof.train.parts import in_bits
-from shardproof.train.pooling import pooled
-from shardproof.train.scoring import YesNo, last_logits_only
-from shardproof.train.settings import mixed_precision
-from shardproof.train.shared_rows import share_rows_of, shared_rows_of
-from shardproof.train.shortcuts import chunked_loss
-from shardproof.train.similarity import Embedded, infonce
+from shardproof.train.adapters.adding import with_adapters
+from shardproof.train.embedding.pooling import pooled
+from shardproof.train.embedding.recipe import ADAPTED
+from shardproof.train.embedding.similarity import Embedded, infonce
+from shardproof.train.model.activations import choose_checkpointing
+from shardproof.train.model.parts import in_bits
+from shardproof.train.optim.optimizers import made_by, own_optimizer
+from shardproof.train.options.settings import mixed_precision
+from shardproof.train.reranker import ranking
+from shardproof.train.reranker.scoring import YesNo, last_logits_only
+from shardproof.train.rows.shared_rows import share_rows_of, shared_rows_of
+from shardproof.train.seq_cls.measures import LabelLoss
+from shardproof.train.sft.losses import token_mean
+from shardproof.train.sft.shortcuts import chunked_loss
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -200,7 +200,7 @@ class Unseen:
 def told_and_taken(options: dict[str, Any], folder: str) -> tuple[float, float]:
     """Of a run of `rlhf` on one process: what doctor tells that it holds at most, and what it takes of memory."""
     from shardproof.cli.watching import prepared_run
-    from shardproof.doctor import plan_checks
+    from shardproof.doctor.checks import plan_checks
     from shardproof.train.run import model_source, recipe_of
 
     options = {"model": "tiny"} | options

@@ -118,8 +118,8 @@ def test_a_planted_fault_is_found_and_the_option_named(found, fault, check, word
 
 
 def test_a_full_disk_is_found(tmp_path):
+    from shardproof.doctor.checks.machine import bytes_to_write, disk
     from shardproof.doctor.config import DoctorConfig
-    from shardproof.doctor.machine import bytes_to_write, disk
 
     config = DoctorConfig(output_dir=str(tmp_path / "runs" / "new"), save_steps=10, save_total_limit=2)
     needed = bytes_to_write(config, 1_000_000, 1_000_000, steps=100)
@@ -135,7 +135,7 @@ def test_a_talker_on_another_device_is_found():
     import torch
     from torch import nn
 
-    from shardproof.doctor.model_checks import places
+    from shardproof.doctor.checks.model_checks import places
 
     class Elsewhere(nn.Parameter):
         """A parameter that says it is on a GPU: this machine need not have one."""
@@ -198,7 +198,7 @@ def pinned_to(place):
 def test_a_talker_that_stays_on_another_device_fails_as_the_run_would(part, device, ranks, status):
     import torch
 
-    from shardproof.doctor.model_checks import places
+    from shardproof.doctor.checks.model_checks import places
 
     model = talking(part)
     check = next(c for c in places(model, torch.device(device), ranks) if c.name == "devices")
@@ -219,7 +219,7 @@ def test_a_talker_that_stays_on_another_device_fails_as_the_run_would(part, devi
 
 
 def test_a_special_token_that_is_there_twice_is_found():
-    from shardproof.doctor.data_checks import special_tokens
+    from shardproof.doctor.checks.data_checks import special_tokens
     from shardproof.models.tiny import train_tokenizer
 
     tokenizer = train_tokenizer(["a few words"])

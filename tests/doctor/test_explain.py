@@ -11,7 +11,7 @@ import pytest
 from shardproof.casebook.case import all_cases
 from shardproof.cli.main import main
 from shardproof.doctor.explain import explain
-from shardproof.doctor.known_errors import KNOWN
+from shardproof.doctor.known.errors import KNOWN
 
 ROOT = Path(__file__).parents[2]
 

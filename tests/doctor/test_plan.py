@@ -14,8 +14,8 @@ from distributed.pool import Pool
 from doctor.measured import held_and_moved
 from shardproof.cli.main import main
 from shardproof.doctor.config import PlanConfig
-from shardproof.doctor.plan import loss_of, make_plan
-from shardproof.doctor.plan_view import in_words
+from shardproof.doctor.planning.plan import loss_of, make_plan
+from shardproof.doctor.planning.plan_view import in_words
 
 SMALL = {
     "vocab_size": 4096,
@@ -94,12 +94,12 @@ def test_so_it_is_at_every_stage_on_1_2_and_4_processes(small, world, kinds):
 
 def step_at(folder: Path, depth: int, world: int, micro: int, stage: int, again: bool | int | str) -> float:
     """The peak of a step that was run at this size, with nothing derived from others."""
-    from shardproof.doctor.blocks import keep_blocks, repeated_blocks
-    from shardproof.doctor.checkpointing import checkpoint
-    from shardproof.doctor.imagine import Rank
-    from shardproof.doctor.ledger import HOME
-    from shardproof.doctor.stand_ins import fake_group
-    from shardproof.doctor.subject import meta_model
+    from shardproof.doctor.planning.blocks import keep_blocks, repeated_blocks
+    from shardproof.doctor.planning.checkpointing import checkpoint
+    from shardproof.doctor.planning.imagine import Rank
+    from shardproof.doctor.planning.ledger import HOME
+    from shardproof.doctor.planning.stand_ins import fake_group
+    from shardproof.doctor.planning.subject import meta_model
 
     config = PlanConfig(model=str(folder))
     model = meta_model(config)

@@ -14,9 +14,9 @@ from doctor.test_plan import compare, in_new_processes
 from models.tiny_folders import build
 from shardproof.cli.main import main
 from shardproof.doctor.config import PlanConfig
-from shardproof.doctor.plan import Candidate, Plan, make_plan
-from shardproof.doctor.sample import described
-from shardproof.doctor.values import Values
+from shardproof.doctor.planning.plan import Candidate, Plan, make_plan
+from shardproof.doctor.planning.sample import described
+from shardproof.doctor.planning.values import Values
 from shardproof.errors import ConfigError
 from shardproof.models.tiny_media import build_tiny_minicpm_v
 
@@ -228,9 +228,9 @@ def test_doctor_counts_the_files_of_pairs_and_prompts(tmp_path, folders, kind: s
 
 
 def memory_check(folder: Path, rows: Path, **more: Any) -> Any:
-    from shardproof.doctor import plan_checks
+    from shardproof.doctor.checks import plan_checks
     from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
-    from shardproof.train.models import load_processing
+    from shardproof.train.model.loading import load_processing
     from shardproof.train.run import recipe_of
 
     kind = RlhfDoctorConfig if "rlhf_type" in more else DoctorConfig
@@ -283,7 +283,7 @@ def test_what_depends_on_weights_is_not_and_an_edit_by_them_forgets():
 
 
 def test_masks_of_all_pairs_are_not_followed(monkeypatch):
-    monkeypatch.setattr("shardproof.doctor.values.MOST", 100)
+    monkeypatch.setattr("shardproof.doctor.planning.values.MOST", 100)
     values = Values()
     places = values.on_meta(torch.arange(11))
     with values:
@@ -293,7 +293,7 @@ def test_masks_of_all_pairs_are_not_followed(monkeypatch):
 
 def test_pixels_are_followed_however_many_there_are(monkeypatch):
     """Idefics3 asks which of its pictures are nothing but padding."""
-    monkeypatch.setattr("shardproof.doctor.values.MOST", 100)
+    monkeypatch.setattr("shardproof.doctor.planning.values.MOST", 100)
     values, pictures = Values(), torch.stack([torch.zeros(3, 8, 8), torch.ones(3, 8, 8)])
     with values:
         pixels = values.on_meta(pictures).to(torch.bfloat16)

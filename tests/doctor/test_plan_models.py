@@ -10,7 +10,7 @@ import pytest
 from doctor.test_plan import LENGTH, SMALL, step_at
 from shardproof.cli.main import main
 from shardproof.doctor.config import PlanConfig
-from shardproof.doctor.plan import make_plan
+from shardproof.doctor.planning.plan import make_plan
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 64}
 DEEPSEEK = {

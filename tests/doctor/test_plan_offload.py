@@ -13,7 +13,7 @@ import shardproof
 from distributed.two_devices import DEVICE, two_devices
 from shardproof.cli.main import main
 from shardproof.doctor.config import PlanConfig
-from shardproof.doctor.plan import make_plan
+from shardproof.doctor.planning.plan import make_plan
 
 SHAPE = {
     "vocab_size": 2048,
@@ -89,11 +89,11 @@ def elsewhere(ways: list[Way], folder: str) -> dict[Way, dict[str, float]]:
 
 def planned(ways: list[Way], folder: Path, world: int) -> dict[Way, dict[str, float]]:
     """The same, imagined, with the first block frozen."""
-    from shardproof.doctor.blocks import Blocks
-    from shardproof.doctor.imagine import Rank
-    from shardproof.doctor.ledger import HOME
-    from shardproof.doctor.stand_ins import fake_group
-    from shardproof.doctor.subject import meta_model
+    from shardproof.doctor.planning.blocks import Blocks
+    from shardproof.doctor.planning.imagine import Rank
+    from shardproof.doctor.planning.ledger import HOME
+    from shardproof.doctor.planning.stand_ins import fake_group
+    from shardproof.doctor.planning.subject import meta_model
 
     found = {}
     config = PlanConfig(model=str(folder))

@@ -17,11 +17,11 @@ from doctor.test_plan import SMALL, compare, config_in, in_new_processes
 from doctor.test_plan_models import DEEPSEEK, EXPERTS, config_of
 from shardproof.cli.main import main
 from shardproof.doctor.config import DoctorConfig, PlanConfig, RlhfDoctorConfig
-from shardproof.doctor.plan import Candidate, make_plan
-from shardproof.doctor.stand_ins import fake_group
-from shardproof.doctor.subject import meta_model
+from shardproof.doctor.planning.plan import Candidate, make_plan
+from shardproof.doctor.planning.stand_ins import fake_group
+from shardproof.doctor.planning.subject import meta_model
 from shardproof.errors import ConfigError
-from shardproof.train.config import Batch, SftConfig
+from shardproof.train.options.config import Batch, SftConfig
 
 PLUGIN = """
 import shardproof, torch
@@ -175,7 +175,7 @@ def held_by_host(folder: Path) -> tuple[int, int]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import shardproof
-    from shardproof.train.activations import HeldByHost
+    from shardproof.train.model.activations import HeldByHost
 
     returned = [0]
 
@@ -223,7 +223,7 @@ def live_in_backward(folder: Path) -> list[int]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import shardproof
-    from shardproof.train.activations import HeldByHost
+    from shardproof.train.model.activations import HeldByHost
 
     found = []
     with mock.patch.object(distributed.two_devices, "TwoDevices", Live), two_devices() as mode:
@@ -250,9 +250,9 @@ def live_in_backward(folder: Path) -> list[int]:
 
 
 def test_what_comes_back_ahead_is_counted(folder, monkeypatch):
-    from shardproof.doctor.blocks import repeated_blocks
-    from shardproof.doctor.imagine import Rank
-    from shardproof.doctor.ledger import ACTIVATIONS
+    from shardproof.doctor.planning.blocks import repeated_blocks
+    from shardproof.doctor.planning.imagine import Rank
+    from shardproof.doctor.planning.ledger import ACTIVATIONS
     from shardproof.zero import autograd
 
     monkeypatch.setattr(autograd, "SMALL_QUEUED", autograd.SMALL)  # a plan is for an accelerator, and this for the CPU
@@ -307,7 +307,7 @@ def test_rows_of_a_model_that_looks_back_beside_attention_are_not_shared(tmp_pat
 def test_so_are_those_of_an_encoder_that_counts_positions():
     from transformers import RobertaConfig, RobertaModel
 
-    from shardproof.train.attention import check_parts_of_rows
+    from shardproof.train.model.attention import check_parts_of_rows
 
     with torch.device("meta"):
         model = RobertaModel(RobertaConfig(num_hidden_layers=1))
@@ -393,7 +393,7 @@ def test_every_option_of_sft_is_counted_or_known_not_to_be():
 
 
 def test_doctor_plans_the_run_with_all_of_its_options(folder):
-    from shardproof.doctor.plan_checks import plan_of
+    from shardproof.doctor.checks.plan_checks import plan_of
 
     run = DoctorConfig(
         model=str(folder), stage=2, nproc=4, shard_group=2, gradient_accumulation_steps=3, chunked_loss=True,
@@ -441,8 +441,8 @@ def test_the_command_takes_them_and_says_so(folder, capsys):
 
 def test_models_beside_the_trained_one_and_answers_are_counted(folder):
     """As `rlhf` holds them: a reference at a stage of its own, and what attention keeps while answers are written."""
-    from shardproof.doctor.others import asked_only, beside, kept_by, while_writing
-    from shardproof.doctor.subject import meta_model
+    from shardproof.doctor.planning.others import asked_only, beside, kept_by, while_writing
+    from shardproof.doctor.planning.subject import meta_model
 
     asked = PlanConfig(model=str(folder), gpus=[2], stage="3", per_device_batch_size=[2], max_length=[512])
     weights = 2 * sum(p.numel() for p in meta_model(asked).parameters())  # in bf16
@@ -508,7 +508,7 @@ def test_runs_of_rlhf_take_what_is_told_or_a_little_less(tmp_path, kind):
 
 def told_by_a_rank(folder: str) -> str:
     """As doctor does on several machines, where the first rank looks."""
-    from shardproof.doctor.plan_checks import memory
+    from shardproof.doctor.checks.plan_checks import memory
 
     run = DoctorConfig(model=folder, memory=80.0, max_length=64)
     return memory(run, Batch(micro=1, accumulation=1, world_size=2), folder, None)[0].evidence
@@ -519,7 +519,7 @@ def test_a_rank_can_be_told_what_it_will_hold(run, folder):
 
 
 def test_what_is_told_says_what_it_leaves_out(tiny_models):
-    from shardproof.doctor.plan_checks import memory
+    from shardproof.doctor.checks.plan_checks import memory
 
     sees = str(tiny_models("qwen2_5_omni"))
     found = memory(
@@ -530,7 +530,7 @@ def test_what_is_told_says_what_it_leaves_out(tiny_models):
 
 
 def test_a_plugins_model_under_another_name_is_not_counted_as_that(folder):
-    from shardproof.doctor.plan_checks import memory
+    from shardproof.doctor.checks.plan_checks import memory
 
     own = DoctorConfig(model=str(folder), model_type="own", memory=80.0, max_length=64)
     (check,) = memory(own, Batch(micro=1, accumulation=1, world_size=1), str(folder), None)
@@ -538,7 +538,7 @@ def test_a_plugins_model_under_another_name_is_not_counted_as_that(folder):
 
 
 def test_what_is_left_can_hold_gathered_weights(folder):
-    from shardproof.doctor.plan_view import verdict
+    from shardproof.doctor.planning.plan_view import verdict
 
     config = PlanConfig(model=str(folder), gpus=[2], stage="3", max_length=[64])
     plan = make_plan(config)

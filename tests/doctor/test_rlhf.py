@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from doctor.test_doctor import CUT
-from shardproof.doctor import rlhf_checks
-from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.doctor.checks import rlhf_checks
+from shardproof.train.options.rlhf_config import RlhfConfig
 from train.rlhf.conftest import files, models  # noqa: F401
 
 CHANCE = f"{Path(__file__).parents[1] / 'train' / 'rlhf' / 'rewards_for_tests.py'}:chance"

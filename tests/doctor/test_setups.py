@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from shardproof.doctor import data_checks, machine, model_checks, trial
+from shardproof.doctor import trial
+from shardproof.doctor.checks import data_checks, machine, model_checks
 from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError
 
@@ -53,7 +54,7 @@ def test_words_that_were_added_with_and_without_a_space_are_no_special_tokens():
 @pytest.mark.parametrize(("dropped", "status"), [(4, "ok"), (58, "warn"), (95, "fail")])
 def test_a_run_on_the_shorter_rows_is_told_and_no_failure(dropped, status):
     """As examples/rlhf learns from four of ten solutions."""
-    from shardproof.data.encode import EncodeReport
+    from shardproof.data.encoding.encode import EncodeReport
 
     report = EncodeReport(100, 100 - dropped, 0, dropped, 0, 5000, 2000, 566, 61)
     assert statuses(data_checks.lengths(report, DoctorConfig()))["lengths"] == status
@@ -85,7 +86,7 @@ def test_rows_with_files_are_not_said_to_be_cut():
 def test_padding_is_told(options: dict[str, Any], told: str | None):
     from datasets import Dataset
 
-    from shardproof.train.config import Batch
+    from shardproof.train.options.config import Batch
 
     config, several = DoctorConfig(**options), Batch(micro=4, accumulation=1, world_size=1)
     rows = Dataset.from_dict({"input_ids": [[1] * 8, [1], [1] * 8, [1]]})
@@ -102,8 +103,8 @@ def test_padding_is_told(options: dict[str, Any], told: str | None):
     ("row", "status"), [({"query": "a", "response": "b"}, "warn"), ({"text": "a b"}, "ok")], ids=["asked", "raw"]
 )
 def test_raw_text_is_learnt_whole_and_has_no_questions(row, status, tmp_path):
-    from shardproof.data.encode import EncodeReport
-    from shardproof.data.formats import SFT
+    from shardproof.data.encoding.encode import EncodeReport
+    from shardproof.data.forms.formats import SFT
     from shardproof.data.rows import read_rows
 
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
@@ -113,7 +114,7 @@ def test_raw_text_is_learnt_whole_and_has_no_questions(row, status, tmp_path):
 
 
 def test_the_option_of_a_refusal_is_whole():
-    from shardproof.doctor.check import option_in
+    from shardproof.doctor.checks.check import option_in
 
     assert option_in(ConfigError("--fp8 is for training every weight.")) == "--fp8"
 
@@ -240,7 +241,7 @@ def test_weights_that_are_rounded_by_chance_need_no_masters():
 
 def test_a_model_with_more_than_weights_in_its_folder_is_loaded(tiny_models):
     """Qwen2.5-Omni's from_pretrained loads voices, and takes what comes back for a model."""
-    from shardproof.train.models import load_model
+    from shardproof.train.model.loading import load_model
 
     folder = str(tiny_models("qwen2_5_omni"))
     model, info = load_model(folder, DoctorConfig(model=folder), output_loading_info=True)
@@ -253,8 +254,8 @@ def test_a_model_with_more_than_weights_in_its_folder_is_loaded(tiny_models):
 def test_what_no_step_reaches_and_a_talker_are_frozen_as_they_should_be(tiny_models):
     """Nobody has to ask for that. A layer that is frozen in a part that is trained is told."""
     from shardproof.models.family import anatomy
-    from shardproof.train.adapters import with_adapters
-    from shardproof.train.models import load_model
+    from shardproof.train.adapters.adding import with_adapters
+    from shardproof.train.model.loading import load_model
 
     config = DoctorConfig(model=str(tiny_models("qwen2_5_omni")))
     model = with_adapters(load_model(config.model, config), config)

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardproof
 from distributed.harness import Alone, Record, Sharded, compare, train
-from shardproof.train import activations
+from shardproof.train.model import activations
 from shardproof.zero import home
 from shardproof.zero.comm import collectives
 from shardproof.zero.device import beside, default_device

@@ -9,7 +9,7 @@ import shardproof
 from gpu.test_accelerator import KIND, here
 from shardproof.errors import ConfigError
 from shardproof.integrations.prepared import compile_units
-from shardproof.train.fp8 import check_fp8
+from shardproof.train.model.fp8 import check_fp8
 from train.test_fp8 import NEEDS, build
 from zero.language_models import texts
 

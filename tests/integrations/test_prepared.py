@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardproof.errors import ConfigError
-from shardproof.train.algorithms import check_algorithm
-from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.rlhf.algorithms import check_algorithm
 
 FP32 = torch.float32
 
@@ -27,7 +27,7 @@ def as_wanted(folder: str) -> list[tuple[int, Any]]:
     """Stage and compute dtype of models that the trainer would shard at stage 3 in bf16."""
     import shardproof
     from shardproof.integrations.prepared import shard_as, shard_prepared
-    from shardproof.train import rlhf
+    from shardproof.train.rlhf import recipe as rlhf
 
     bf16, fp32 = shardproof.MixedPrecision(), shardproof.MixedPrecision(compute=FP32)
     model = llama()

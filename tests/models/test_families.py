@@ -268,8 +268,8 @@ def test_an_encoder_and_decoder_is_refused_in_words_about_the_task(tmp_path, tas
     """Before its tokenizer is loaded, of which there is none here."""
     import json
 
-    from shardproof.train.config import SftConfig
-    from shardproof.train.models import load_processing
+    from shardproof.train.model.loading import load_processing
+    from shardproof.train.options.config import SftConfig
 
     said = {"model_type": "t5", "is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]}
     (tmp_path / "config.json").write_text(json.dumps(said))
@@ -286,8 +286,8 @@ def test_a_tower_of_timm_is_refused_before_all_else_where_that_is_not_installed(
     import transformers
 
     from shardproof.models.classes import check_timm
-    from shardproof.train.config import SftConfig
-    from shardproof.train.models import load_processing
+    from shardproof.train.model.loading import load_processing
+    from shardproof.train.options.config import SftConfig
 
     found = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "timm" else found(name))

@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 
 from models.tiny_folders import TEXTS
-from shardproof.data.limits import Limits
-from shardproof.data.media_batch import MediaCollator
-from shardproof.data.media_encode import MediaEncoder
-from shardproof.data.media_rows import encode_media_rows
+from shardproof.data.media.batches import MediaCollator
+from shardproof.data.media.encode import MediaEncoder
+from shardproof.data.media.limits import Limits
+from shardproof.data.media.rows import encode_media_rows
 from shardproof.data.rows import read_rows
 from shardproof.models.classes import load_pretrained
 from shardproof.models.processors import load_processor

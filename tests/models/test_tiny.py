@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shardproof.data.encode import collate, encode_rows
+from shardproof.data.encoding.encode import collate, encode_rows
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
 from shardproof.models.tiny import CONTEXT, build_tiny

@@ -161,8 +161,8 @@ def test_a_model_that_changes_scores_is_refused_when_it_is_loaded():
 
 
 def test_a_model_with_a_list_of_attentions_is_refused_with_advice(tmp_path):
-    from shardproof.train.config import SftConfig
-    from shardproof.train.models import load_model
+    from shardproof.train.model.loading import load_model
+    from shardproof.train.options.config import SftConfig
 
     shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     transformers.AutoModelForCausalLM.from_config(transformers.FalconConfig(**shape)).save_pretrained(tmp_path)
@@ -183,8 +183,8 @@ def test_scores_that_are_changed_are_refused():
 
 def attention(tmp_path: Path, family: str, more: dict[str, Any], **options: Any) -> str:
     """That of a run's model."""
-    from shardproof.train.config import SftConfig
-    from shardproof.train.models import load_model
+    from shardproof.train.model.loading import load_model
+    from shardproof.train.options.config import SftConfig
 
     shape = {**SMALL, **more} if family != "Falcon" else more
     config = getattr(transformers, f"{family}Config")(**shape)
@@ -223,9 +223,9 @@ def test_positions_of_one_row_may_be_those_of_all():
 @pytest.mark.parametrize("attn", [None, "eager"])
 def test_packed_rows_of_gpt_oss_do_not_see_each_other(tmp_path, attn):
     """transformers makes its masks without looking at positions."""
-    from shardproof.train.config import SftConfig
-    from shardproof.train.models import load_model
-    from shardproof.train.shortcuts import check_packing
+    from shardproof.train.model.loading import load_model
+    from shardproof.train.options.config import SftConfig
+    from shardproof.train.sft.shortcuts import check_packing
 
     config = transformers.GptOssConfig(**{**SMALL, **SINKS})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

@@ -48,9 +48,9 @@ if __name__ == "__main__":
     import matplotlib.backends.backend_agg
     import matplotlib.figure  # noqa: F401  (imported once, where each command would take seconds)
 
-    import shardproof.data.encode
+    import shardproof.data.encoding.encode
     import shardproof.models.tiny
-    import shardproof.train.chat
+    import shardproof.train.answers.chat
     import shardproof.train.trainer  # noqa: F401
     from shardproof.models.classes import import_class
 

@@ -57,7 +57,7 @@ def main(place: str, file: str, times: str) -> None:
     from shardproof.cli.quiet import before_imports
 
     before_imports(local=True, verbose=False)
-    import shardproof.data.encode
+    import shardproof.data.encoding.encode
     import shardproof.models.tiny
     import shardproof.train.trainer  # noqa: F401
 

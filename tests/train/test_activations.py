@@ -17,7 +17,7 @@ from distributed.harness import Sharded, compare, train
 from distributed.two_devices import DEVICE, HOST, two_devices
 from shardproof.errors import ConfigError
 from shardproof.models.checkpointing import checkpointing_name, enable_checkpointing
-from shardproof.train.activations import HeldByHost, choose_checkpointing
+from shardproof.train.model.activations import HeldByHost, choose_checkpointing
 from zero.graphs import CASES as GRAPHS
 from zero.language_models import CASES, texts, tiny
 

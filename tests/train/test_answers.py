@@ -79,8 +79,8 @@ def lines(run: Any) -> list[dict[str, Any]]:
 
 
 def test_each_row_is_answered_as_it_is_alone(asked, tiny: Path) -> None:
-    from shardproof.train.chat import Chat, Question
-    from shardproof.train.sampling import Sampling
+    from shardproof.train.answers.chat import Chat, Question
+    from shardproof.train.answers.sampling import Sampling
 
     found = lines(asked["one"])
     chat, plain = Chat(tiny), Chat(tiny, plain=True)
@@ -94,7 +94,7 @@ def test_each_row_is_answered_as_it_is_alone(asked, tiny: Path) -> None:
 
 
 def test_tools_are_shown_to_a_model_that_takes_files_too(tiny_models: Any) -> None:
-    from shardproof.train.chat import Chat, Question
+    from shardproof.train.answers.chat import Chat, Question
 
     folder = tiny_models("qwen2_5_vl")
     own = (folder / "chat_template.jinja").read_text()
@@ -106,7 +106,7 @@ def test_tools_are_shown_to_a_model_that_takes_files_too(tiny_models: Any) -> No
 def test_a_plain_prompt_that_brings_the_begin_of_text_gets_no_other(tiny: Path) -> None:
     from tokenizers.processors import TemplateProcessing
 
-    from shardproof.train.chat import Chat, Question
+    from shardproof.train.answers.chat import Chat, Question
 
     chat = Chat(tiny, plain=True)
     begin = chat.tokenizer.bos_token = chat.tokenizer.eos_token

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from shardproof.train.config import SftConfig
+from shardproof.train.options.config import SftConfig
+from shardproof.train.options.settings import arguments
 from shardproof.train.run import Prepared
-from shardproof.train.settings import arguments
 
 
 def told(tmp_path: Path, **given: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def test_how_long_the_warm_up_is(tmp_path: Path, given: dict[str, Any], steps: f
 )
 def test_a_batch_of_answers_goes_with_their_number(given: dict[str, Any], ranks: int, micro: int) -> None:
     """GRPO's eight answers to a prompt need no other option to begin with."""
-    from shardproof.train.rlhf_config import RlhfConfig
+    from shardproof.train.options.rlhf_config import RlhfConfig
 
     assert RlhfConfig(**given).batch(ranks).micro == micro
 

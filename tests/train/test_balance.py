@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.data.encode import collate
-from shardproof.data.pack import collate_packed
+from shardproof.data.encoding.encode import collate
+from shardproof.data.encoding.pack import collate_packed
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
-from shardproof.train import sft as recipe
-from shardproof.train.adapters import check_named_parts
-from shardproof.train.balance import term
-from shardproof.train.config import SftConfig
-from shardproof.train.models import load_model, load_processing
+from shardproof.train.adapters.adding import check_named_parts
+from shardproof.train.model.balance import term
+from shardproof.train.model.loading import load_model, load_processing
+from shardproof.train.options.config import SftConfig
+from shardproof.train.sft import recipe
 from train.test_export import experts
 
 WEIGHT = 0.5

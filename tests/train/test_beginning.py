@@ -12,11 +12,11 @@ import torch
 
 from shardproof.cli import training
 from shardproof.errors import CheckpointError, ConfigError
-from shardproof.train.beginning import begin_adapters, check_beginning, check_begun
-from shardproof.train.begun import adapter_folder
-from shardproof.train.config import SftConfig
-from shardproof.train.loaded import on_base
-from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.adapters.beginning import begin_adapters, check_beginning, check_begun
+from shardproof.train.adapters.begun import adapter_folder
+from shardproof.train.answers.loaded import on_base
+from shardproof.train.options.config import SftConfig
+from shardproof.train.options.rlhf_config import RlhfConfig
 
 LORA = ["--tuner", "lora", "--lora-rank", "4", "--lora-alpha", "8", "--learning-rate", "3e-3", "--init-lora-weights"]
 TWO = ["--nproc", "2", "--stage", "3"]

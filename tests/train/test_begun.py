@@ -14,9 +14,9 @@ import yaml
 
 from shardproof.cli import training
 from shardproof.errors import ConfigError
-from shardproof.train.config import SftConfig
-from shardproof.train.models import check_model_source
-from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.model.loading import check_model_source
+from shardproof.train.options.config import SftConfig
+from shardproof.train.options.rlhf_config import RlhfConfig
 
 MADE = ["--tuner", "lora", "--lora-rank", "4", "--lora-alpha", "8", "--rslora", "--learning-rate", "1e-2"]
 BESIDE = ["--modules-to-save", "embed_tokens"]
@@ -150,7 +150,7 @@ def test_a_folder_of_peft_says_what_it_is(adapters: Path, tiny: Path) -> None:
 
 def test_a_base_of_another_name_is_told(adapters: Path, tiny: Path, tmp_path: Path) -> None:
     """One folder has many spellings, and a moved one keeps its name: of those nothing is said."""
-    from shardproof.train.begun import other_bases
+    from shardproof.train.adapters.begun import other_bases
 
     (tmp_path / "link").symlink_to(tiny)
     (tmp_path / "other").mkdir()
@@ -177,7 +177,7 @@ def test_a_base_of_another_name_is_told(adapters: Path, tiny: Path, tmp_path: Pa
 
 
 def test_the_base_of_a_run_that_is_its_own_reference_is_told_once(adapters: Path, tiny: Path, tmp_path: Path) -> None:
-    from shardproof.train.begun import other_bases
+    from shardproof.train.adapters.begun import other_bases
     from shardproof.train.folder import SAMPLE
 
     run = tmp_path / "run"
@@ -280,7 +280,7 @@ def test_those_that_do_not_fit_are_refused(adapters: Path, tiny: Path, tmp_path:
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 
-    from shardproof.train.adapters import with_adapters
+    from shardproof.train.adapters.adding import with_adapters
 
     def refused(change, text: str, task: str = "CAUSAL_LM") -> None:
         folder = tmp_path / text.replace(" ", "")[:20]
@@ -311,7 +311,7 @@ def test_whole_embeddings_beside_adapters_are_no_others(tiny: Path, tmp_path: Pa
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from shardproof.train.adapters import with_adapters
+    from shardproof.train.adapters.adding import with_adapters
 
     def grown() -> torch.nn.Module:
         model = AutoModelForCausalLM.from_pretrained(tiny)
@@ -340,8 +340,8 @@ def test_whole_embeddings_beside_adapters_are_put_in_a_model_that_is_to_be_read(
 
     import shardproof
     from shardproof.integrations.pretrained import lend_readers, without_values
-    from shardproof.train.adapters import with_adapters
-    from shardproof.train.loaded import on_base
+    from shardproof.train.adapters.adding import with_adapters
+    from shardproof.train.answers.loaded import on_base
 
     made = LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, target_modules=places)
     first = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny), made)
@@ -359,7 +359,7 @@ def test_only_those_in_parts_that_are_trained_are_trained_on(tmp_path: Path) -> 
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
 
-    from shardproof.train.adapters import with_adapters
+    from shardproof.train.adapters.adding import with_adapters
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
@@ -380,7 +380,7 @@ def test_only_those_in_parts_that_are_trained_are_trained_on(tmp_path: Path) -> 
             parsed(*words, "--freeze", "vision", "llm"),
             "CAUSAL_LM",
         )
-    from shardproof.train import rlhf
+    from shardproof.train.rlhf import recipe as rlhf
 
     config = parsed(*words, "--freeze", "vision", "--dataset", "x.jsonl", kind=RlhfConfig)
     with pytest.raises(ConfigError, match="rlhf continues training all adapters"):
@@ -388,7 +388,7 @@ def test_only_those_in_parts_that_are_trained_are_trained_on(tmp_path: Path) -> 
 
 
 def test_a_part_that_the_model_lacks_is_told_before_rows_are_encoded(adapters: Path, tiny: Path) -> None:
-    from shardproof.train.adapters import check_named_parts
+    from shardproof.train.adapters.adding import check_named_parts
 
     check_named_parts(str(tiny), parsed("--adapters", str(adapters)))
     with pytest.raises(ConfigError, match="vision"):

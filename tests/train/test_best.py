@@ -10,8 +10,8 @@ import pytest
 
 from shardproof.checkpoint.api import load_weights
 from shardproof.errors import ConfigError
-from shardproof.train import sft as recipe
-from shardproof.train.config import SftConfig
+from shardproof.train.options.config import SftConfig
+from shardproof.train.sft import recipe
 from shardproof.train.stop import JudgesEvaluations
 
 EACH = ["--val-split", "0.2", "--eval-steps", "1", "--save-steps", "1", "--max-steps", "9"]

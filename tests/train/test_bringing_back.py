@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from distributed.harness import Sharded, compare, train
 from distributed.late_streams import LateStreams, late_streams
 from distributed.two_devices import DEVICE, HOST, TwoDevices, two_devices
-from shardproof.train import activations
-from shardproof.train.activations import AHEAD, BEHIND, NEAR, HeldByHost
+from shardproof.train.model import activations
+from shardproof.train.model.activations import AHEAD, BEHIND, NEAR, HeldByHost
 from zero.graphs import CASES as GRAPHS
 
 LAYERS = 24

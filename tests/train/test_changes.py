@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from shardproof.errors import ConfigError
-from shardproof.train.changes import check_rope, grow, stretch, tokens_of
-from shardproof.train.config import SftConfig
-from shardproof.train.models import load_model, load_processing, load_tokenizer
+from shardproof.train.model.changes import check_rope, grow, stretch, tokens_of
+from shardproof.train.model.loading import load_model, load_processing, load_tokenizer
+from shardproof.train.options.config import SftConfig
 
 TOKENS = [f"<|{i}|>" for i in range(2100)]  # the model has 2048 rows, some of them without a token
 FIRST, LAST = TOKENS[0], TOKENS[-1]

@@ -14,11 +14,11 @@ from shardproof.cli import training
 from shardproof.errors import ConfigError
 from shardproof.integrations.prepared import compile_units
 from shardproof.models.checkpointing import enable_checkpointing
-from shardproof.train import compiled
-from shardproof.train.batch import Batch
-from shardproof.train.compiled import check_compiler
-from shardproof.train.config import SftConfig
-from shardproof.train.timeline import Timeline
+from shardproof.train.model import compiled
+from shardproof.train.model.compiled import check_compiler
+from shardproof.train.options.batch import Batch
+from shardproof.train.options.config import SftConfig
+from shardproof.train.watching.timeline import Timeline
 from zero.language_models import texts, tiny, train_step
 
 BUILD = functools.partial(tiny, "Qwen3", num_hidden_layers=12, use_cache=False)

@@ -12,8 +12,8 @@ import pytest
 from shardproof.cli.infer import _converse, asked
 from shardproof.cli.main import main
 from shardproof.errors import ConfigError
-from shardproof.train.chat import Chat
-from shardproof.train.sampling import Sampling
+from shardproof.train.answers.chat import Chat
+from shardproof.train.answers.sampling import Sampling
 
 LONG = "what is it " * 40
 

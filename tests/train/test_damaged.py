@@ -11,11 +11,11 @@ import pytest
 
 from shardproof.cli.main import main
 from shardproof.errors import ConfigError
-from shardproof.train import sft
-from shardproof.train.begun import adapter_folder
-from shardproof.train.config import SftConfig
-from shardproof.train.loaded import model_folder
-from shardproof.train.models import load_tokenizer
+from shardproof.train.adapters.begun import adapter_folder
+from shardproof.train.answers.loaded import model_folder
+from shardproof.train.model.loading import load_tokenizer
+from shardproof.train.options.config import SftConfig
+from shardproof.train.sft import recipe as sft
 
 Damage = Callable[[Path], object]
 
@@ -146,7 +146,7 @@ def test_a_run_that_ended_before_it_saved_says_what_there_is(tmp_path: Path) -> 
     (tmp_path / "config.yaml").write_text("model: tiny\n")
     kept = [tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"]
     with (
-        mock.patch("shardproof.train.loaded.complete", return_value=kept),
+        mock.patch("shardproof.train.answers.loaded.complete", return_value=kept),
         pytest.raises(
             ConfigError, match=r"could save\?\nIt has a checkpoint .*: shardproof export \S*checkpoint-2 FOLDER"
         ),

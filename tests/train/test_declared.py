@@ -8,8 +8,8 @@ import pytest
 from transformers import GptOssConfig, LlamaConfig, PretrainedConfig
 
 from shardproof.errors import ConfigError
-from shardproof.train.config import SftConfig
-from shardproof.train.declared import check_shares_rows
+from shardproof.train.model.declared import check_shares_rows
+from shardproof.train.options.config import SftConfig
 
 
 def asked(folder: Path, kind: type[PretrainedConfig], heads: int) -> None:

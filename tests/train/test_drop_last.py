@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from shardproof.train.batch import Batch, steps_of
-from shardproof.train.sampler import GlobalBatchSampler
+from shardproof.train.options.batch import Batch, steps_of
+from shardproof.train.rows.sampler import GlobalBatchSampler
 
 
 def dealt(rows: int, batch: Batch, epoch: int, lengths: list[int] | None = None) -> list[int]:

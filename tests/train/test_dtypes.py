@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardproof.train.dtypes import own_dtype
+from shardproof.train.model.dtypes import own_dtype
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ from typing import TextIO
 import pytest
 from tests.train.conftest import Run, last_of_each
 
-from shardproof.cli import elastic
-from shardproof.cli.launch import Ended
 from shardproof.cli.main import FAILURE
-from shardproof.train.batch import Batch
-from shardproof.train.config import SftConfig
+from shardproof.cli.processes import elastic
+from shardproof.cli.processes.launch import Ended
+from shardproof.train.options.batch import Batch
+from shardproof.train.options.config import SftConfig
 from shardproof.train.run import Prepared
 
 STEPS = 30

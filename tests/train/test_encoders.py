@@ -10,7 +10,7 @@ from tests.train.conftest import WORDS
 
 from shardproof.errors import ConfigError
 from shardproof.models.classes import check_looks_back
-from shardproof.train.models import causal_lm
+from shardproof.train.model.loading import causal_lm
 
 
 @pytest.fixture(scope="module")

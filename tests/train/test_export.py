@@ -235,9 +235,9 @@ def test_what_is_exported_is_the_same_model(tiny: Path, tiny_models, tmp_path: P
     from safetensors.torch import load_file
 
     from shardproof.models.classes import load_pretrained
-    from shardproof.train.config import SftConfig
     from shardproof.train.export import export
-    from shardproof.train.models import load_processing
+    from shardproof.train.model.loading import load_processing
+    from shardproof.train.options.config import SftConfig
 
     base = tiny if kind == "tied" else tiny_models("qwen2_5_omni") if kind == "omni" else experts(tiny, tmp_path / "b")
     run = adapted(base, tmp_path / "run") if lora else base
@@ -304,9 +304,9 @@ def exported_beside(base: Path, run: Path, out: Path) -> tuple[Any, torch.Tensor
     from peft import PeftModel
 
     from shardproof.models.classes import load_pretrained
-    from shardproof.train.config import SftConfig
     from shardproof.train.export import export
-    from shardproof.train.models import load_processing
+    from shardproof.train.model.loading import load_processing
+    from shardproof.train.options.config import SftConfig
 
     load_processing(str(base), SftConfig()).save_pretrained(run)
     done = export(str(run), str(out))
@@ -409,8 +409,8 @@ def test_a_reward_model_keeps_its_head(judges) -> None:
 
 def test_adapters_are_no_model(tmp_path: Path) -> None:
     from shardproof.errors import ConfigError
-    from shardproof.train.models import check_model_source
-    from shardproof.train.reward_models import judges
+    from shardproof.train.model.loading import check_model_source
+    from shardproof.train.model.reward_models import judges
 
     (tmp_path / "adapter_config.json").write_text('{"task_type": "SEQ_CLS"}')
     assert judges(tmp_path)
@@ -424,10 +424,10 @@ def test_adapters_are_no_model(tmp_path: Path) -> None:
 def test_a_base_that_is_gone_is_named(tmp_path, tiny: Path, commands, sft, what: str) -> None:
     """A checkpoint holds what was trained and not the model's config; adapters do not hold the model."""
     from shardproof.errors import ConfigError
-    from shardproof.train.begun import begun
-    from shardproof.train.chat import Chat
-    from shardproof.train.config import SftConfig
+    from shardproof.train.adapters.begun import begun
+    from shardproof.train.answers.chat import Chat
     from shardproof.train.export import export
+    from shardproof.train.options.config import SftConfig
 
     base = tmp_path / "base"
     shutil.copytree(tiny, base)

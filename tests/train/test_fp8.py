@@ -8,8 +8,8 @@ import torch
 import shardproof
 from shardproof.errors import ConfigError
 from shardproof.models.checkpointing import enable_checkpointing
-from shardproof.train import fp8
-from shardproof.train.fp8 import in_fp8
+from shardproof.train.model import fp8
+from shardproof.train.model.fp8 import in_fp8
 from zero.language_models import texts, tiny
 
 NEEDS = "pip install 'shardproof[fp8]'"

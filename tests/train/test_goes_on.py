@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardproof.train.config import SftConfig
 from shardproof.train.goes_on import way_on, without_checkpoint
+from shardproof.train.options.config import SftConfig
 
 NEWEST = Path("out/checkpoint-4")
 

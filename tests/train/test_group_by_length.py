@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from shardproof.errors import ConfigError
-from shardproof.train.config import Batch
-from shardproof.train.lengths import lengths_of
-from shardproof.train.sampler import EpochLoader, GlobalBatchSampler
+from shardproof.train.options.config import Batch
+from shardproof.train.rows.lengths import lengths_of
+from shardproof.train.rows.sampler import EpochLoader, GlobalBatchSampler
 
 ROWS, SEED = 1003, 7
 LENGTHS = random.Random(0).choices(range(5, 500), k=ROWS)

@@ -10,10 +10,10 @@ import torch
 from transformers.trainer_pt_utils import LabelSmoother
 
 from shardproof.errors import ConfigError
-from shardproof.train.chunked import chunked_cross_entropy
-from shardproof.train.config import SftConfig
-from shardproof.train.losses import smoothed_loss
+from shardproof.train.options.config import SftConfig
 from shardproof.train.run import recipe_of
+from shardproof.train.sft.chunked import chunked_cross_entropy
+from shardproof.train.sft.losses import smoothed_loss
 from train.token_losses import assert_same, drawn
 
 FACTOR = 0.2
@@ -93,7 +93,7 @@ def test_other_losses_are_not_smoothed(options: dict[str, Any], why: str) -> Non
 
 
 def test_nor_with_kernels_that_know_no_smoothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardproof.train import sft
+    from shardproof.train.sft import recipe as sft
 
     monkeypatch.setattr(sft.importlib.util, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match="--label-smoothing-factor and --liger-kernel"):

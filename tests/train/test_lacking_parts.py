@@ -15,10 +15,10 @@ import yaml
 from shardproof.checkpoint.manifest import Manifest
 from shardproof.errors import ConfigError
 from shardproof.models.processors import load_processor
-from shardproof.train.config import SftConfig
-from shardproof.train.lacking import without_lacking
-from shardproof.train.media import warn_of_limits
-from shardproof.train.models import load_tokenizer
+from shardproof.train.model.lacking import without_lacking
+from shardproof.train.model.loading import load_tokenizer
+from shardproof.train.options.config import SftConfig
+from shardproof.train.rows.media import warn_of_limits
 
 BOTH = {"freeze": ["vision", "audio"], "part_learning_rates": {"vision": 1e-5, "audio": 1e-5}}
 

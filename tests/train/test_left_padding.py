@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardproof.errors import ConfigError
-from shardproof.train.left_padding import count_from_first_tokens, reads_padding
+from shardproof.train.rows.left_padding import count_from_first_tokens, reads_padding
 
 IDS = torch.tensor([[5, 9, 3, 7, 2, 8]])
 SMALL = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -95,8 +95,8 @@ def test_answers_are_the_same_whatever_is_asked_at_once(made: Any) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    from shardproof.train.sampling import Sampling
-    from shardproof.train.writing import Writer
+    from shardproof.train.answers.sampling import Sampling
+    from shardproof.train.answers.writing import Writer
 
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(16)}))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")
@@ -117,7 +117,7 @@ def test_models_are_asked_with_tokens_that_the_tokenizer_has() -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from shardproof.train.rlhf_mixin import OfTokens
+    from shardproof.train.rlhf.mixin import OfTokens
 
     made = Tokenizer(models.WordLevel({"<pad>": 0, "A": 2, "C": 3, "G": 4, "T": 5}))  # of all else it makes an error
     made.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -14,8 +14,8 @@ import torch
 import shardproof
 from shardproof.cli.main import main
 from shardproof.errors import ConfigError
-from shardproof.train import sft
-from shardproof.train.config import SftConfig
+from shardproof.train.options.config import SftConfig
+from shardproof.train.sft import recipe as sft
 from zero.language_models import texts, tiny
 
 

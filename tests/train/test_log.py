@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardproof.train.recorder import NAMES, Recorder
+from shardproof.train.watching.recorder import NAMES, Recorder
 
 STEPS = 5
 
@@ -21,7 +21,7 @@ def _history(folder: str, as_trainer_does: bool) -> tuple[list[dict[str, float]]
     from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
 
     from shardproof.integrations.transformers import ShardedTrainerMixin
-    from shardproof.train.config import Batch
+    from shardproof.train.options.config import Batch
     from shardproof.train.trainer import SftTrainer
 
     calls: list[str] = []
@@ -100,7 +100,7 @@ def test_seconds_are_those_of_all_starts_and_an_evaluation_is_no_training() -> N
 def test_the_view_of_a_resumed_run_knows_how_much_is_done() -> None:
     """The time left follows from the steps of this start, not from those before it."""
     from shardproof.report.terminal import Silent
-    from shardproof.train.report import Reporter
+    from shardproof.train.watching.report import Reporter
 
     told = []
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardproof.cli import sft
-from shardproof.cli.machines import Machines
+from shardproof.cli.processes.machines import Machines
 from shardproof.errors import ConfigError
 
 OPTIONS = ["--max-steps", "3", "--global-batch-size", "4", "--stage", "3", "--learning-rate", "1e-3"]

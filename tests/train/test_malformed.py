@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from shardproof.cli.main import main
-from shardproof.data.template_syntax import check_template
+from shardproof.data.encoding.template_syntax import check_template
 from shardproof.errors import ConfigError
 from shardproof.models.chatml import CHATML
-from shardproof.train import rlhf, sft
-from shardproof.train.config import SftConfig
-from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.options.config import SftConfig
+from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.rlhf import recipe as rlhf
+from shardproof.train.sft import recipe as sft
 
 NAMED: Any = {"model": "nobody/nowhere", "dataset": ["stdlib"]}
 

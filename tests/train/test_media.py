@@ -162,8 +162,8 @@ def test_a_step_whose_rows_are_all_lost_learns_nothing(commands, tiny_models, fi
     """Its loss is 0, and those of the steps behind it are numbers."""
     import torch
 
-    from shardproof.train.config import Batch
-    from shardproof.train.sampler import GlobalBatchSampler
+    from shardproof.train.options.config import Batch
+    from shardproof.train.rows.sampler import GlobalBatchSampler
 
     (tmp_path / "losing.py").write_text(LOSING)
     (tmp_path / "lost.png").write_bytes((files / "a.png").read_bytes())
@@ -299,8 +299,8 @@ def test_what_is_not_built_is_not_read(tiny_models, monkeypatch) -> None:
 
 
 def test_what_a_run_says_of_files_is_what_they_are_read_with() -> None:
-    from shardproof.train.config import SftConfig
-    from shardproof.train.media import media_limits
+    from shardproof.train.options.config import SftConfig
+    from shardproof.train.rows.media import media_limits
 
     said = {"max_pixels": 500, "max_frame_pixels": 300, "max_seconds": 7.0, "max_frames": 5, "fps": 1.5}
     limits = media_limits(SftConfig(**said), None)
@@ -310,7 +310,7 @@ def test_what_a_run_says_of_files_is_what_they_are_read_with() -> None:
 
 def test_codes_that_the_talker_does_not_know_are_found_before_training(tiny_models) -> None:
     from shardproof.data.rows import Row
-    from shardproof.train.media import check_codes
+    from shardproof.train.rows.media import check_codes
 
     def rows(kind: str, codes: list, **turn):
         turns = [{"role": "user", "content": "which?"}, {"role": "assistant", "content": "two", **turn}]
@@ -331,8 +331,8 @@ def test_codes_that_the_talker_does_not_know_are_found_before_training(tiny_mode
 
 def test_rows_to_evaluate_on_need_no_codes(tiny_models) -> None:
     from shardproof.data.rows import Row
-    from shardproof.train.config import SftConfig
-    from shardproof.train.media import check_codes, check_spoken
+    from shardproof.train.options.config import SftConfig
+    from shardproof.train.rows.media import check_codes, check_spoken
 
     turns = [{"role": "user", "content": "which?"}, {"role": "assistant", "content": "two"}]
     silent, spoken = Row(turns, "rows.jsonl", 1, {}), Row(turns, "rows.jsonl", 2, {"codes": [5]})
@@ -356,8 +356,8 @@ def test_rows_to_evaluate_on_need_no_codes(tiny_models) -> None:
     ],
 )
 def test_a_talker_is_not_trained_where_codes_would_have_no_loss(options: dict, told: str) -> None:
-    from shardproof.train.config import SftConfig
-    from shardproof.train.sft import check
+    from shardproof.train.options.config import SftConfig
+    from shardproof.train.sft.recipe import check
 
     config = SftConfig(model="x", dataset=["y"], train_parts=["thinker", "talker"], **options)
     with pytest.raises(ConfigError, match=told):

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shardproof.data import modelscope
+from shardproof.data.sources import modelscope
 from shardproof.errors import ConfigError
 
 NOBODY = "http://127.0.0.1:9"

@@ -266,8 +266,8 @@ def test_what_was_learnt_is_kept_where_there_is_no_room_for_them(tmp_path, bases
     from shardproof.errors import ConfigError
     from shardproof.models import mtp
     from shardproof.train import export
-    from shardproof.train.config import SftConfig
     from shardproof.train.folder import RunFolder
+    from shardproof.train.options.config import SftConfig
     from shardproof.train.saved_model import save_model
 
     def full(*_: Any) -> None:
@@ -291,8 +291,8 @@ def test_what_was_learnt_is_kept_where_there_is_no_room_for_them(tmp_path, bases
 def test_they_are_in_the_dtype_that_is_asked_for(tmp_path, bases, asked: Any, expected: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM
 
-    from shardproof.train.config import SftConfig
     from shardproof.train.folder import RunFolder
+    from shardproof.train.options.config import SftConfig
     from shardproof.train.saved_model import save_model
 
     model = AutoModelForCausalLM.from_pretrained(bases["counted"])

@@ -12,8 +12,8 @@ from torch import nn
 
 import shardproof
 from shardproof.errors import ConfigError
-from shardproof.train.muon import MuonAndAdamW, matrices, muon
-from shardproof.train.optimizers import made_by
+from shardproof.train.optim.muon import MuonAndAdamW, matrices, muon
+from shardproof.train.optim.optimizers import made_by
 from train.test_optimizers import trained
 from train.test_shortcuts import qwen
 from zero.models import Net

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from shardproof.errors import ConfigError
-from shardproof.train.config import SftConfig
-from shardproof.train.named import check_model, check_named
-from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.options.config import SftConfig
+from shardproof.train.options.named import check_model, check_named
+from shardproof.train.options.rlhf_config import RlhfConfig
 
 
 @pytest.fixture

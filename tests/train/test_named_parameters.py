@@ -9,9 +9,9 @@ import pytest
 from safetensors.torch import load_file
 
 from shardproof.errors import ConfigError
-from shardproof.train import sft as recipe
-from shardproof.train.config import SftConfig
-from shardproof.train.parts import choose_parts
+from shardproof.train.model.parts import choose_parts
+from shardproof.train.options.config import SftConfig
+from shardproof.train.sft import recipe
 from zero.language_models import tiny as small
 
 NAMED: Any = {"model": "tiny", "dataset": ["stdlib"]}

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 import aside
 import shardproof
 from shardproof.errors import CheckpointError
-from shardproof.train.optimizers import AdamWBf16, adamw_8bit, noise_of, rounded
+from shardproof.train.optim.optimizers import AdamWBf16, adamw_8bit, noise_of, rounded
 from zero.models import Net
 
 CPU = torch.device("cpu")

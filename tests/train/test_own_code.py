@@ -101,8 +101,8 @@ def test_it_is_asked(runs, files: Path) -> None:
     """Its answer is the one that its forward gives, token by token."""
     import torch
 
-    from shardproof.data.limits import Limits
-    from shardproof.data.media_encode import MediaEncoder
+    from shardproof.data.media.encode import MediaEncoder
+    from shardproof.data.media.limits import Limits
     from shardproof.models.classes import load_pretrained
     from shardproof.models.processors import load_processor
 
@@ -129,7 +129,7 @@ def test_it_is_asked(runs, files: Path) -> None:
 def test_its_files_are_planned(model: Path, monkeypatch, tmp_path) -> None:
     """Its batches have lists, with an element for each row."""
     from shardproof.doctor.config import PlanConfig
-    from shardproof.doctor.plan import make_plan
+    from shardproof.doctor.planning.plan import make_plan
 
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path))
     options = {"model": str(model), "trust_remote_code": True, "files": ["image=90x30"] * 2, "max_length": [64]}
@@ -139,11 +139,11 @@ def test_its_files_are_planned(model: Path, monkeypatch, tmp_path) -> None:
 
 def test_doctor_plans_its_longest_row_with_files(model: Path, files: Path, monkeypatch, tmp_path) -> None:
     """Its marks of files are no tokens."""
-    from shardproof.data.limits import Limits
-    from shardproof.data.media_encode import MediaEncoder
-    from shardproof.data.media_rows import encode_media_rows
+    from shardproof.data.media.encode import MediaEncoder
+    from shardproof.data.media.limits import Limits
+    from shardproof.data.media.rows import encode_media_rows
     from shardproof.data.rows import read_rows
-    from shardproof.doctor.sample import heaviest
+    from shardproof.doctor.planning.sample import heaviest
     from shardproof.models.processors import load_processor
 
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path))

@@ -13,9 +13,9 @@ from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
 from shardproof.models.families import family_of
 from shardproof.models.laid_out import laid_out
-from shardproof.train import sft
-from shardproof.train.config import SftConfig
-from shardproof.train.models import load_processing
+from shardproof.train.model.loading import load_processing
+from shardproof.train.options.config import SftConfig
+from shardproof.train.sft import recipe as sft
 from train.test_families import MEDIA, ROWS
 from train.test_packed_files import OMNI, check_equal
 

@@ -231,8 +231,8 @@ def recurrent(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ask(folder: Path, model_type: str | None = None) -> str:
     from shardproof.plugins import load
-    from shardproof.train.chat import Chat
-    from shardproof.train.sampling import Sampling
+    from shardproof.train.answers.chat import Chat
+    from shardproof.train.answers.sampling import Sampling
 
     chat = Chat(folder / "model", plugins=load([str(folder / "recurrent_plugin.py")]), model_type=model_type)
     return chat.answer([{"role": "user", "content": "one"}], Sampling(max_new_tokens=4))

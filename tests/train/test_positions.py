@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.train.positions import learnt_positions, positions_for
+from shardproof.train.model.positions import learnt_positions, positions_for
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from tests.train.test_families import MEDIA, ROWS
 
-from shardproof.data.asked import last_answer
+from shardproof.data.encoding.asked import last_answer
 from shardproof.errors import ConfigError
 from shardproof.models.families import family_of
-from shardproof.train.answer_metrics import accuracy, bleu, check_answering, chrf, exact_match, rouge_l
-from shardproof.train.config import SftConfig
+from shardproof.train.answers.metrics import accuracy, bleu, check_answering, chrf, exact_match, rouge_l
+from shardproof.train.options.config import SftConfig
 from shardproof.train.plugin_calls import own_answer_metric
 
 OMNI = "qwen2_5_omni"
@@ -245,7 +245,7 @@ def test_a_metric_of_ones_own_gives_a_number() -> None:
 def test_a_metric_that_is_not_there_is_told_before_a_model_is_loaded(tiny: Path, monkeypatch) -> None:
     from shardproof.cli.infer import InferConfig, _talk
 
-    monkeypatch.setattr("shardproof.train.chat.Chat", None)
+    monkeypatch.setattr("shardproof.train.answers.chat.Chat", None)
     with pytest.raises(ConfigError, match="--answer-metrics exakt: there is no such answer metric"):
         _talk(tiny, InferConfig(dataset=["a.jsonl"], answer_metrics=["exakt"]), None, None)
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from shardproof.train.profile import in_flight
+from shardproof.train.watching.profile import in_flight
 
 
 def event(name: str, ts: float, dur: float) -> dict:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.cli.on_ray import launch
+from shardproof.cli.processes.on_ray import launch
 from shardproof.errors import ConfigError
-from shardproof.train.config import SftConfig
+from shardproof.train.options.config import SftConfig
 
 
 @pytest.mark.slow

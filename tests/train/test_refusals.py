@@ -102,8 +102,8 @@ def test_one_message_of_a_few_lines(refused, name: str, text: str) -> None:
 def test_a_media_root_in_which_nothing_can_lie(tmp_path: Path) -> None:
     """Told once, and not of every row."""
     from shardproof.errors import ConfigError
-    from shardproof.train import sft
-    from shardproof.train.config import SftConfig
+    from shardproof.train.options.config import SftConfig
+    from shardproof.train.sft import recipe as sft
 
     named: dict[str, Any] = {"model": "tiny", "dataset": ["stdlib"]}
     (tmp_path / "a.png").touch()
@@ -130,8 +130,8 @@ def test_what_a_model_is_not_made_for_is_refused_before_rows_are_encoded(
 ) -> None:
     import transformers
 
-    from shardproof.train.adapters import check_named_parts
-    from shardproof.train.config import SftConfig
+    from shardproof.train.adapters.adding import check_named_parts
+    from shardproof.train.options.config import SftConfig
 
     layers = {"layer_types": ["conv", "full_attention"]} if family == "Lfm2" else {}
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, **layers}
@@ -144,7 +144,7 @@ def test_what_a_model_is_not_made_for_is_refused_before_rows_are_encoded(
 
 def test_a_first_line_that_ends_in_a_colon_goes_on() -> None:
     """Gemma 3n's vision tower wants timm: "You can install it with pip:" was the end of what was said."""
-    from shardproof.train.models import first_line
+    from shardproof.train.model.loading import first_line
 
     said = "\nTimmWrapperModel requires timm. You can install it with pip:\n`pip install timm`. Then restart.\n"
     assert first_line(ImportError(said)).endswith("install it with pip: `pip install timm`. Then restart.")

@@ -23,7 +23,7 @@ from shardproof.errors import ConfigError
 # A loss that writes down what is learned, by rank.
 SEEN = """
 import json, pathlib, torch, shardproof
-from shardproof.train.losses import token_mean
+from shardproof.train.sft.losses import token_mean
 
 @shardproof.register_loss("seen")
 def seen(outputs, labels, num_items_in_batch):
@@ -349,7 +349,7 @@ def test_an_epoch_that_a_signal_ends_has_one_checkpoint(commands, sft, tmp_path:
     ],
 )
 def test_when_checkpoints_are_written_is_said_once(options: dict[str, Any], said: str) -> None:
-    from shardproof.train.config import SftConfig
+    from shardproof.train.options.config import SftConfig
     from shardproof.train.resume import check_saving
 
     if said:
@@ -362,7 +362,7 @@ def test_when_checkpoints_are_written_is_said_once(options: dict[str, Any], said
 def test_the_strategy_is_read_as_ms_swift_writes_it(tmp_path: Path) -> None:
     """YAML takes `no` for false."""
     from shardproof.cli.training import parse
-    from shardproof.train.config import SftConfig
+    from shardproof.train.options.config import SftConfig
 
     file = tmp_path / "run.yaml"
     file.write_text("save_strategy: no")
@@ -445,8 +445,8 @@ def test_a_size_that_is_given_or_cannot_be_met_names_the_one_to_give(sizes) -> N
 
 def test_a_checkpoint_at_the_end_of_the_run_says_so(whole, commands, sft) -> None:
     """A scheduler may start a run again that has come to its end: that is no error, and no training either."""
-    from shardproof.doctor.resume_checks import ended
-    from shardproof.train.config import SftConfig
+    from shardproof.doctor.checks.resume_checks import ended
+    from shardproof.train.options.config import SftConfig
 
     end, steps = str(whole["full"].folder / "checkpoint-6"), ["--lr-scheduler", "cosine", "--nproc", "2"]
     runs = commands(
@@ -501,7 +501,7 @@ class Written:
 
     def order(self, lines: list[str], **options: Any) -> tuple[dict[str, bytes], Any]:
         from shardproof.data.rows import read_rows
-        from shardproof.train.config import SftConfig
+        from shardproof.train.options.config import SftConfig
         from shardproof.train.resume import order_of
 
         (self.folder / "rows.jsonl").write_text("\n".join(lines))
@@ -617,9 +617,9 @@ def test_one_folder_in_several_spellings_is_one_model(
 
 def test_another_algorithm_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from shardproof.data.rows import Rows
-    from shardproof.train.config import SftConfig
+    from shardproof.train.options.config import SftConfig
+    from shardproof.train.options.rlhf_config import RlhfConfig
     from shardproof.train.resume import check_order, order_of
-    from shardproof.train.rlhf_config import RlhfConfig
 
     rows = Rows([], [])
     order = {kind: order_of(RlhfConfig(rlhf_type=kind), rows, 4, 4) for kind in ("dpo", "orpo")}
@@ -675,7 +675,7 @@ def test_what_cannot_be_resumed_is_told_before_anything_starts(resumed, name: st
 )
 @pytest.mark.parametrize("name", ["checkpoint-4", "."])
 def test_a_checkpoint_of_swift_is_told_what_to_do_with(tmp_path: Path, files: list[str], told: str, name: str) -> None:
-    from shardproof.train.config import SftConfig
+    from shardproof.train.options.config import SftConfig
     from shardproof.train.resume import starts
 
     for file in files:
@@ -700,8 +700,8 @@ def test_records_whose_text_has_odd_ends_of_lines_stay_in_the_log(tmp_path: Path
 
 def test_two_jobs_in_one_run_folder_are_refused(tmp_path: Path) -> None:
     """As long as the first one is there, and no longer."""
-    from shardproof.train.config import SftConfig
     from shardproof.train.folder import RunFolder
+    from shardproof.train.options.config import SftConfig
 
     config = SftConfig(output_dir=str(tmp_path / "out"))
     first = RunFolder.create(config)
@@ -726,8 +726,8 @@ def checkpoint_in(folder: Path, step: int, *, of_a_run: bool = True) -> Path:
 
 def refusal(**options: Any) -> str:
     """Why a run is not begun; empty if it is."""
-    from shardproof.train.config import SftConfig
     from shardproof.train.folder import RunFolder
+    from shardproof.train.options.config import SftConfig
 
     try:
         RunFolder.check(SftConfig(**options))
@@ -763,7 +763,7 @@ def test_nothing_that_was_trained_is_removed_unasked(tmp_path: Path) -> None:
 
 def test_the_folder_that_is_resumed_in_may_be_named_in_another_way(tmp_path: Path) -> None:
     """A run that goes on removes nothing."""
-    from shardproof.train.config import SftConfig
+    from shardproof.train.options.config import SftConfig
     from shardproof.train.resume import in_own_folder
 
     good = checkpoint_in(tmp_path / "out", 2)

@@ -146,7 +146,7 @@ def test_the_page_of_a_run_shows_its_figures(runs) -> None:
 def test_the_saved_weights_have_the_loss_that_the_run_reported(runs, tiny: Path, rows: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from shardproof.data.encode import collate, encode_rows
+    from shardproof.data.encoding.encode import collate, encode_rows
     from shardproof.data.rows import read_rows
 
     folder = runs["full"].folder / "model"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardproof.train.sampling import Sampling
+from shardproof.train.answers.sampling import Sampling
 
 LETTERS = st.text("abc", max_size=4)
 

@@ -13,14 +13,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardproof
-from shardproof.data import pack
-from shardproof.data.encode import IGNORE, collate
-from shardproof.data.pack import collate_packed, pack_rows, tokens_in_packed, wants_flat
+from shardproof.data.encoding import pack
+from shardproof.data.encoding.encode import IGNORE, collate
+from shardproof.data.encoding.pack import collate_packed, pack_rows, tokens_in_packed, wants_flat
 from shardproof.data.rows import Places, Row
 from shardproof.errors import ConfigError
-from shardproof.train import sft
-from shardproof.train.config import SftConfig
-from shardproof.train.shortcuts import check_chunked_loss, check_packing, chunked_loss
+from shardproof.train.options.config import SftConfig
+from shardproof.train.sft import recipe as sft
+from shardproof.train.sft.shortcuts import check_chunked_loss, check_packing, chunked_loss
 
 VOCABULARY = 512
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.data.encode import EncodeReport
+from shardproof.data.encoding.encode import EncodeReport
 from shardproof.data.rows import BadRow
-from shardproof.data.stream import Block, Place
-from shardproof.train.streams import Told
+from shardproof.data.sources.stream import Block, Place
+from shardproof.train.sft.streams import Told
 
 STREAM = "--streaming --shuffle-buffer-size 10 --max-length 64".split()
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from shardproof.errors import ConfigError
 from shardproof.models.family import anatomy
-from shardproof.train.adapters import check_named_parts, with_adapters
-from shardproof.train.config import SftConfig
-from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.adapters.adding import check_named_parts, with_adapters
+from shardproof.train.options.config import SftConfig
+from shardproof.train.options.rlhf_config import RlhfConfig
 from train.test_export import experts
 
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}

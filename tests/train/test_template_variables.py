@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.data.template import set_template
+from shardproof.data.encoding.template import set_template
 from shardproof.errors import ConfigError
 
 PLAIN = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardproof
-from shardproof.train.timeline import Timeline
+from shardproof.train.watching.timeline import Timeline
 
 
 def test_one_that_cannot_be_written_does_not_end_a_run(

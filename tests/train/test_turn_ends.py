@@ -60,8 +60,8 @@ def test_an_answer_ends_with_its_turn(tiny: Path, tmp_path: Path, plain: bool) -
     import torch
     from transformers import AutoModelForCausalLM
 
-    from shardproof.train.chat import Chat
-    from shardproof.train.sampling import Sampling
+    from shardproof.train.answers.chat import Chat
+    from shardproof.train.answers.sampling import Sampling
 
     template = "{% for message in messages %}{{ message.content }}" + PAD + "{% endfor %}"
     folder = with_ends(tiny, tmp_path / "model", TURN_START, template)
@@ -88,7 +88,7 @@ TEMPLATES = {
 def test_which_token_ends_an_answer(tiny: Path, name: str) -> None:
     from transformers import AutoTokenizer
 
-    from shardproof.data.template import stops
+    from shardproof.data.encoding.template import stops
 
     turn, end = TEMPLATES[name]
     tokenizer = AutoTokenizer.from_pretrained(tiny)

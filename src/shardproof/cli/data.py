@@ -11,9 +11,9 @@ from shardproof.cli import options
 from shardproof.cli.hub import placed
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.errors import ConfigError
-from shardproof.train.begun import begun
-from shardproof.train.config import SftConfig
-from shardproof.train.contradictions import check_whole
+from shardproof.train.adapters.begun import begun
+from shardproof.train.options.config import SftConfig
+from shardproof.train.options.contradictions import check_whole
 from shardproof.train.run import check_plugins, recipe_of
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.errors import ConfigError
-from shardproof.train.option import flag
+from shardproof.train.options.option import flag
 
 if TYPE_CHECKING:
     from shardproof.integrations.deepspeed.sections import Named, Settings

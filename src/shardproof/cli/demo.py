@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardproof.cli import options, sft, training
 from shardproof.cli.precision import accelerators
-from shardproof.train.config import SftConfig
+from shardproof.train.options.config import SftConfig
 
 OPTIONS = (
     "--model tiny --dataset stdlib --val-split 0.02 --max-length 96 --stage 3 --nproc 2"

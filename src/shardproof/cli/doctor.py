@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.cli import options
-from shardproof.cli.machines import Machines, Start, meet, several
+from shardproof.cli.processes.machines import Machines, Start, meet, several
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.training import meeting, parse, parser_of, recipe_class
-from shardproof.doctor.check import Check, as_json, option_in, show
+from shardproof.doctor.checks.check import Check, as_json, option_in, show
 from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError, ShardproofError
-from shardproof.train.contradictions import check_whole
+from shardproof.train.options.contradictions import check_whole
+from shardproof.train.options.rlhf_config import REWARDED
 from shardproof.train.resume import with_rows_a_step
-from shardproof.train.rlhf_config import REWARDED
 from shardproof.train.run import recipe_of
 
 if TYPE_CHECKING:
-    from shardproof.train.config import Batch
+    from shardproof.train.options.config import Batch
 
 DESCRIPTION = """Look at machine, rows, model and memory of a fine-tuning run, then run two steps of it on its ranks.
 What would spoil the run comes with its cause and the option to change. Exit code 1 if there is something.
@@ -43,8 +43,8 @@ def parser() -> options.Parser:
 
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
-    from shardproof.cli import launch
     from shardproof.cli.hub import run_is_here
+    from shardproof.cli.processes import launch
 
     words = [word for word in argv if word != "--json"]
     kind = recipe_class(words, DoctorConfig, RlhfDoctorConfig)
@@ -77,7 +77,7 @@ def _on_a_rank(config: Config, as_object: bool) -> int:
     import torch.distributed as dist
 
     from shardproof.cli.hub import run_is_here
-    from shardproof.cli.launch import outer_rank, outer_world
+    from shardproof.cli.processes.launch import outer_rank, outer_world
     from shardproof.doctor.trial import trial
 
     here = config.nproc
@@ -118,7 +118,7 @@ def _on_a_rank(config: Config, as_object: bool) -> int:
 
 def _own_ranks(prepared: Any, folder: str) -> int:
     """Start the ranks of the trial on this machine. Returns the exit code."""
-    from shardproof.cli import launch
+    from shardproof.cli.processes import launch
     from shardproof.cli.watching import work
     from shardproof.doctor.trial import trial
 
@@ -147,9 +147,9 @@ def examine(
         take_steps: runs the trial on all ranks, and returns its exit code.
         here: how many of the processes are on this machine, where there are others.
     """
-    from shardproof.doctor import data_checks, machine, plan_checks, resume_checks
+    from shardproof.doctor.checks import data_checks, machine, plan_checks, resume_checks
     from shardproof.doctor.look import encoded_rows, held_out_rows, loaded_model, read_rows, steps_of
-    from shardproof.train.models import load_processing, tokenizer_of
+    from shardproof.train.model.loading import load_processing, tokenizer_of
     from shardproof.train.run import model_source
 
     checks = [*machine.versions(), *machine.devices(here or config.nproc), *machine.output(config)]
@@ -182,8 +182,8 @@ def examine(
 def _trial(config: Config, batch: Batch, source: str, rows: Any, folder: Path, take_steps: Steps) -> list[Check]:
     """The checks of two steps on the rows of the first."""
     from shardproof.cli.watching import prepared_run
-    from shardproof.data.parts import rows_of_kinds
-    from shardproof.doctor.data_checks import with_all_files
+    from shardproof.data.forms.parts import rows_of_kinds
+    from shardproof.doctor.checks.data_checks import with_all_files
     from shardproof.doctor.observe import short_run
     from shardproof.doctor.trial import STEPS, judge, with_each
 

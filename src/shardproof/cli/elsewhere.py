@@ -1,5 +1,5 @@
 """Commands and options that users of other trainers know, by what does their work here. They are named in error texts
-and not taken: options that ms-swift itself calls so stand in swift_options.py."""
+and not taken: options that ms-swift itself calls so stand in from_swift/options.py."""
 
 from __future__ import annotations
 

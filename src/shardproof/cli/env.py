@@ -10,8 +10,8 @@ import platform
 from collections.abc import Sequence
 
 from shardproof import __version__
-from shardproof.cli.launch import cores
 from shardproof.cli.options import Parser, parse
+from shardproof.cli.processes.launch import cores
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "pydantic", "deepspeed")
 # Those that change what a run does, and hold no secrets.

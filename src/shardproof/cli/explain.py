@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
     found = parser().parse_args(list(argv))
     from shardproof.doctor.explain import explain, told
-    from shardproof.doctor.known_errors import KNOWN
+    from shardproof.doctor.known.errors import KNOWN
 
     if found.list:
         for known in KNOWN:

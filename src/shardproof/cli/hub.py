@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from shardproof.cli.quiet import before_imports
-from shardproof.data import hub, modelscope
+from shardproof.data.sources import hub, modelscope
 from shardproof.errors import ConfigError
 from shardproof.models.whole_files import ADAPTER, check_whole_files
-from shardproof.train.config import RunConfig
-from shardproof.train.models import is_local, lacks_weights
+from shardproof.train.model.loading import is_local, lacks_weights
+from shardproof.train.options.config import RunConfig
 
 Config = TypeVar("Config", bound=RunConfig)
 Options = TypeVar("Options", bound=BaseModel)

@@ -14,10 +14,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardproof.cli import options
-from shardproof.cli.launch import launch, outer_world
 from shardproof.cli.precision import check_devices
+from shardproof.cli.processes.launch import launch, outer_world
 from shardproof.cli.quiet import after_imports, before_imports
-from shardproof.data.limits import LIMITS
+from shardproof.data.media.limits import LIMITS
 from shardproof.errors import ConfigError, DataError
 
 STAGE = 3  # at which several processes hold the model
@@ -132,8 +132,8 @@ def run(argv: Sequence[str]) -> int:
         config.prompt = options.whole_text("--prompt", config.prompt)
     _check(config)
     from shardproof.cli.hub import run_or_model
+    from shardproof.train.answers.loaded import model_folder
     from shardproof.train.folder import recorded_in
-    from shardproof.train.loaded import model_folder
 
     given, run_dir = run_dir, run_or_model(run_dir)
     folder = model_folder(run_dir)
@@ -169,14 +169,14 @@ def _check(config: InferConfig) -> None:
         if getattr(config, name) != InferConfig.model_fields[name].default and not config.dataset:
             raise ConfigError(f"{options.flag(name)} is about the rows of --dataset, and there is none.")
     if config.answer_metrics:
-        from shardproof.train.answer_metrics import check_names
+        from shardproof.train.answers.metrics import check_names
 
         check_names(config.answer_metrics)
     for name in ("chat_template", "template_variables"):
         if config.plain and getattr(config, name):
             raise ConfigError(f"--plain leaves the chat template out, and {options.flag(name)} is about it.")
     if config.chat_template:
-        from shardproof.data.template_syntax import check_template
+        from shardproof.data.encoding.template_syntax import check_template
 
         check_template(config.chat_template)
 
@@ -203,15 +203,15 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     import torch
 
     from shardproof.plugins import load
-    from shardproof.train.answer_metrics import answer_metrics
-    from shardproof.train.chat import Chat
-    from shardproof.train.config import SftConfig
-    from shardproof.train.labelling import RELEVANCE, labels_in
-    from shardproof.train.loaded import loaded_as
-    from shardproof.train.media import check_media_root
-    from shardproof.train.pooling import embedding_in
-    from shardproof.train.sampling import Sampling
-    from shardproof.train.scoring import ByHead, scoring_in
+    from shardproof.train.answers.chat import Chat
+    from shardproof.train.answers.loaded import loaded_as
+    from shardproof.train.answers.metrics import answer_metrics
+    from shardproof.train.answers.sampling import Sampling
+    from shardproof.train.embedding.pooling import embedding_in
+    from shardproof.train.options.config import SftConfig
+    from shardproof.train.reranker.scoring import ByHead, scoring_in
+    from shardproof.train.rows.media import check_media_root
+    from shardproof.train.seq_cls.labelling import RELEVANCE, labels_in
 
     if not config.verbose:  # an answer is no place for what the engine has to say about it
         logging.getLogger("shardproof.zero").setLevel(logging.ERROR)
@@ -293,7 +293,7 @@ def files_of(config: InferConfig) -> dict[str, list[str]]:
 
 def question_of(text: str, files: dict[str, list[str]]) -> dict[str, Any]:
     """A turn, with files where `<image>` and the like stand in the text, or in front of it."""
-    from shardproof.data.parts import Problem, with_files
+    from shardproof.data.forms.parts import Problem, with_files
 
     try:
         return with_files(files, [{"role": "user", "content": text}])[0]
@@ -373,7 +373,7 @@ def _offline(folder: Path, config: InferConfig) -> bool:
     """Whether all that is needed lies here; what may not is the model that an adapter belongs to, and rows."""
     from shardproof.cli.hub import all_here
     from shardproof.train.folder import ADAPTER, base_of
-    from shardproof.train.models import check_base
+    from shardproof.train.model.loading import check_base
 
     base = [base_of(folder)] if (folder / ADAPTER).is_file() else []
     for model in base:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from shardproof.cli.infer import InferConfig, asked, files_of, question_of
 from shardproof.cli.infer_labels import OF_PLUGINS, WRITING, refuse_options
 from shardproof.cli.infer_rows import follow
-from shardproof.data.parts import KINDS
+from shardproof.data.forms.parts import KINDS
 from shardproof.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shardproof.train.config import SftConfig
-    from shardproof.train.pooling import Embedding
-    from shardproof.train.scoring import Scoring
+    from shardproof.train.embedding.pooling import Embedding
+    from shardproof.train.options.config import SftConfig
+    from shardproof.train.reranker.scoring import Scoring
 
 TEMPLATES = ("chat_template", "template_variables")
 
@@ -24,7 +24,7 @@ def embed(
     folder: Path, embedding: Embedding, config: InferConfig, system: str | None, stage: int | None, media: SftConfig
 ) -> int:
     """`media`: the options about files. Returns the exit code."""
-    from shardproof.train.embedder import Embedder, embed_rows
+    from shardproof.train.embedding.embedder import Embedder, embed_rows
 
     refuse_options(config, (*WRITING, *OF_PLUGINS, *TEMPLATES), f"the model in {folder} embeds texts as they stand")
     model = Embedder(folder, embedding, system, config.trust_remote_code, stage, media)
@@ -54,9 +54,9 @@ def rank(
     media: SftConfig,
 ) -> int:
     """Of a model that says how well texts answer a query. Returns the exit code."""
-    from shardproof.data.judged import check_variables
-    from shardproof.train.ranker import AskedRanker, Ranker, rank_rows
-    from shardproof.train.scoring import YesNo
+    from shardproof.data.encoding.judged import check_variables
+    from shardproof.train.reranker.ranker import AskedRanker, Ranker, rank_rows
+    from shardproof.train.reranker.scoring import YesNo
 
     refuse_options(config, KINDS, f"the model in {folder} ranks what --dataset names", "files of a first question")
     refuse_options(config, (*WRITING, *OF_PLUGINS), f"the model in {folder} ranks texts")
@@ -81,7 +81,7 @@ def rank(
 
 
 def _show(model: Any, content: str | list[dict[str, Any]]) -> None:
-    from shardproof.train.embedder import rounded, single
+    from shardproof.train.embedding.embedder import rounded, single
 
     (found,) = model.embeddings([single(content)])
     if model.first:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from shardproof.cli import options
 from shardproof.cli.infer import InferConfig, asked, files_of, question_of
 from shardproof.cli.infer_rows import follow
-from shardproof.data.parts import KINDS
+from shardproof.data.forms.parts import KINDS
 from shardproof.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shardproof.data.labels import Labels
-    from shardproof.train.config import SftConfig
+    from shardproof.data.forms.labels import Labels
+    from shardproof.train.options.config import SftConfig
 
 WRITING = (
     *("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "num_beams", "stop_words", "seed"),
@@ -28,7 +28,7 @@ def give_labels(
     folder: Path, labels: Labels, config: InferConfig, system: str | None, stage: int | None, media: SftConfig
 ) -> int:
     """`media`: the options about files. Returns the exit code."""
-    from shardproof.train.classifier import Classifier
+    from shardproof.train.seq_cls.classifier import Classifier
 
     refuse_options(config, (*WRITING, *OF_PLUGINS), f"the model in {folder} gives labels")
     how = (config.trust_remote_code, config.chat_template, config.template_variables, config.plain)
@@ -57,7 +57,7 @@ def refuse_options(
 
 
 def _rows(model: Any, config: InferConfig) -> int:
-    from shardproof.train.classifier import classify_rows
+    from shardproof.train.seq_cls.classifier import classify_rows
 
     file = Path(str(config.result_path)).expanduser()
     rounds, measured = classify_rows(model, config.dataset, config.columns, file, config.batch_size, config.bad_rows)

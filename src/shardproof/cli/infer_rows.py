@@ -20,7 +20,7 @@ def answer(
 ) -> int:
     """Answer the rows of --dataset, and say what the answers are `worth`, by names. `row_format`: its name, and what it
     calls."""
-    from shardproof.train.answers import answer_rows, means_in
+    from shardproof.train.answers.rows import answer_rows, means_in
 
     file = Path(str(config.result_path)).expanduser()
     rounds = answer_rows(

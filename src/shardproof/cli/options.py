@@ -21,11 +21,13 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from shardproof.cli import elsewhere, swift_options, swift_places
-from shardproof.data.halves import printable
-from shardproof.data.sources import KINDS
+from shardproof.cli import elsewhere
+from shardproof.cli.from_swift import options as swift_options
+from shardproof.cli.from_swift import places as swift_places
+from shardproof.data.forms.halves import printable
+from shardproof.data.sources.records import KINDS
 from shardproof.errors import ConfigError
-from shardproof.train.option import flag as flag
+from shardproof.train.options.option import flag as flag
 
 OF_ROWS = {*KINDS} - {".json"}  # ends of files that hold no options
 
@@ -161,8 +163,8 @@ def take_run_file(found: dict[str, Any], model: type[BaseModel]) -> dict[str, An
 
 def of_others(model: type[Any]) -> dict[str, str]:
     """Options that the other commands have and this one has not, with the command."""
-    from shardproof.train.config import SftConfig
-    from shardproof.train.rlhf_config import RlhfConfig
+    from shardproof.train.options.config import SftConfig
+    from shardproof.train.options.rlhf_config import RlhfConfig
 
     others = [other for other in (RlhfConfig, SftConfig) if other is not model]
     return {name: f"shardproof {other.command}" for other in others for name in other.model_fields}

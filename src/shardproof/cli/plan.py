@@ -8,7 +8,7 @@ from pathlib import Path
 from shardproof.cli import options
 from shardproof.doctor.config import PlanConfig
 from shardproof.errors import ConfigError
-from shardproof.train.named import NAMED
+from shardproof.train.options.named import NAMED
 
 DESCRIPTION = """Run steps of the model with the real engine on the meta device, as one rank of many, and show what each
 stage holds in memory and sends. No weights are needed, and no accelerator. Exit code 1 if nothing fits."""
@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
 
     config = of_modelscope(options.build(PlanConfig, found), weights=False)
     from shardproof.cli.quiet import after_imports, before_imports
-    from shardproof.train.models import check_model_source
+    from shardproof.train.model.loading import check_model_source
 
     if "model" not in config.model_fields_set:
         raise ConfigError(f"--model is missing.\n--model: {NAMED['model']}. A config.json alone will do.")
@@ -43,8 +43,8 @@ def run(argv: Sequence[str]) -> int:
     after_imports(verbose=False)
     from rich.console import Console
 
-    from shardproof.doctor.plan import loss_of, make_plan
-    from shardproof.doctor.plan_view import as_json, show
+    from shardproof.doctor.planning.plan import loss_of, make_plan
+    from shardproof.doctor.planning.plan_view import as_json, show
 
     plan = make_plan(config, *loss_of(config))
     if as_object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardproof.cli import options, training
-from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.options.rlhf_config import RlhfConfig
 
 DESCRIPTION = """Train a language model on preferences (dpo, kto, orpo, simpo, cpo), make a reward model (rm), let the
 model write and reward what it wrote (grpo, rloo, ppo), or let it learn from a teacher (gkd).

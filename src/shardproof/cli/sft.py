@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardproof.cli import options, training
-from shardproof.train.config import SftConfig
+from shardproof.train.options.config import SftConfig
 
 DESCRIPTION = """Fine-tune a language model on question/answer rows, on one or several processes and machines.
 'shardproof sft run.yaml' reads options from a file; what stands on the command line wins."""

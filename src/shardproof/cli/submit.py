@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from shardproof.cli import options
 from shardproof.errors import ConfigError
-from shardproof.train.option import option
+from shardproof.train.options.option import option
 
 TARGETS = ("slurm", "k8s")
 COMMANDS = ("sft", "rlhf")
@@ -108,8 +108,8 @@ def check_command(command: Sequence[str], config: SubmitConfig) -> int:
     if not command or command[0] not in COMMANDS:
         raise ConfigError(f"What runs on the nodes is {' or '.join(COMMANDS)}, not {(*command, 'nothing')[0]!r}.")
     from shardproof.cli.training import parse
-    from shardproof.train.config import SftConfig
-    from shardproof.train.rlhf_config import RlhfConfig
+    from shardproof.train.options.config import SftConfig
+    from shardproof.train.options.rlhf_config import RlhfConfig
 
     if any(word.partition("=")[0] == "--nproc" for word in command):
         raise ConfigError("--nproc says how many processes a node has: give it to submit, in front of the command.")

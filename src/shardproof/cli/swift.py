@@ -12,58 +12,29 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from shardproof.cli import export, infer, options, shell
+from shardproof.cli import export, infer, options
 from shardproof.cli.deepspeed_file import same
-from shardproof.cli.swift_models import longest, looks_or_hears, token_side, without_parts
-from shardproof.cli.swift_options import as_words, at_odds, from_environment, hint, meant_as_ours, other_meanings, ours
-from shardproof.cli.swift_places import placed
-from shardproof.cli.swift_values import ADDED, NLG, TOWERS
-from shardproof.data.hub import hub_name
+from shardproof.cli.from_swift import shell
+from shardproof.cli.from_swift.defaults import DEFAULTS, INSTEAD_OF, OF_RLHF
+from shardproof.cli.from_swift.models import longest, looks_or_hears, token_side, without_parts
+from shardproof.cli.from_swift.options import (
+    as_words,
+    at_odds,
+    from_environment,
+    hint,
+    meant_as_ours,
+    other_meanings,
+    ours,
+)
+from shardproof.cli.from_swift.places import placed
+from shardproof.cli.from_swift.values import ADDED, NLG, TOWERS
+from shardproof.data.sources.hub import hub_name
 from shardproof.errors import ConfigError
 from shardproof.plugins import Plugins, check_names
-from shardproof.train.config import RunConfig
-from shardproof.train.contradictions import LORA, OF_ANSWERS, check_together
-from shardproof.train.rlhf_config import REFERRED
+from shardproof.train.options.config import RunConfig
+from shardproof.train.options.contradictions import LORA, OF_ANSWERS, check_together
+from shardproof.train.options.rlhf_config import REFERRED
 
-# What `swift sft` and `swift rlhf` do unasked, where ours does something else.
-DEFAULTS = {
-    "tuner": "lora",
-    "epochs": "3",
-    "per_device_batch_size": "1",
-    "weight_decay": "0.1",
-    "adam_beta2": "0.95",
-    "warmup_ratio": "0",
-    "gradient_checkpointing": "yes",
-    "lora_rank": "8",
-    "lora_dropout": "0.05",
-    "logging_steps": "5",
-    "save_steps": "500",
-    "report_to": "tensorboard",
-    "bad_rows": "skip",
-    "stage": "0",
-    "precision": "bf16",
-}
-_GENERATING = {"temperature": "0.9", "max_completion_length": "512"}
-OF_RLHF = {
-    "simpo": {"beta": "2.0", "simpo_gamma": "1.0", "cpo_alpha": "1.0"},
-    "grpo": {
-        **_GENERATING,
-        "beta": "0.04",
-        "num_generations": "8",
-        "loss_type": "grpo",
-        "top_p": "0.9",
-        "top_k": "50",
-    },
-    "ppo": {**_GENERATING, "beta": "0.05", "num_iterations": "4"},
-    "gkd": {**_GENERATING, "beta": "0.5"},
-}
-# Defaults that do not count where another option says the same.
-INSTEAD_OF = {
-    "warmup_ratio": "warmup_steps",
-    "per_device_batch_size": "global_batch_size",
-    "adam_beta2": "optimizer",
-    "save_steps": "save_strategy",
-}
 _SAME = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 _OF_LIBRARIES = ("PYTORCH_", "TORCH_", "NCCL_", "HF_", "WANDB_")
 EVALUATIONS = "eval_steps", "eval_strategy", "eval_on_start"
@@ -222,7 +193,7 @@ def _adopted(line: shell.Line, known: Collection[str], notes: list[str]) -> tupl
 
 def _without_meaning(values: dict[str, list[str]], built: BaseModel) -> list[str]:
     """What the algorithm would refuse, which is left out of `values`."""
-    from shardproof.train.algorithms import MEANT_FOR
+    from shardproof.train.rlhf.algorithms import MEANT_FOR
 
     kind = values.get("rlhf_type", ["dpo"])[0]
     fields = type(built).model_fields
@@ -273,10 +244,10 @@ def _tell_of_hub(values: dict[str, list[str]], line: shell.Line, notes: list[str
 
 def _config(command: str) -> type[RunConfig]:
     if command == "sft":
-        from shardproof.train.config import SftConfig
+        from shardproof.train.options.config import SftConfig
 
         return SftConfig
-    from shardproof.train.rlhf_config import RlhfConfig
+    from shardproof.train.options.rlhf_config import RlhfConfig
 
     return RlhfConfig
 

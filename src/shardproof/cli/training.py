@@ -15,28 +15,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardproof.cli import options
-from shardproof.cli.elastic import launch_run
+from shardproof.cli.from_swift.options import from_environment, other_meanings, set_in
+from shardproof.cli.from_swift.towers import of_towers
 from shardproof.cli.hub import placed
-from shardproof.cli.launch import outer_rank, outer_world, peers_left, restarts, stop_signals, use_threads
-from shardproof.cli.machines import Machines, Start, check_shared, meet, several
 from shardproof.cli.main import USER_ERROR, exit_code
 from shardproof.cli.precision import check_devices, precision_here
+from shardproof.cli.processes.elastic import launch_run
+from shardproof.cli.processes.launch import outer_rank, outer_world, peers_left, restarts, stop_signals, use_threads
+from shardproof.cli.processes.machines import Machines, Start, check_shared, meet, several
+from shardproof.cli.processes.slurm import join_tasks
 from shardproof.cli.quiet import after_imports, before_imports
-from shardproof.cli.slurm import join_tasks
-from shardproof.cli.swift_options import from_environment, other_meanings, set_in
-from shardproof.cli.swift_towers import of_towers
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.interrupts import raise_again
-from shardproof.train.beginning import takes_from_weights
-from shardproof.train.begun import begun
-from shardproof.train.config import RunConfig
+from shardproof.train.adapters.beginning import takes_from_weights
+from shardproof.train.adapters.begun import begun
 from shardproof.train.folder import ERRORS, SKIPPED, RunFolder, options_of_resumed
 from shardproof.train.goes_on import way_on, without_checkpoint
+from shardproof.train.options.config import RunConfig
 from shardproof.train.resume import AUTO, SIZES, at_its_end, with_folder, with_rows_a_step
 from shardproof.train.run import again, check_plugins, recipe_of
 
 if TYPE_CHECKING:
-    from shardproof.train.config import Batch
+    from shardproof.train.options.config import Batch
     from shardproof.train.run import Prepared
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -113,7 +113,7 @@ def run(model: type[RunConfig], description: str, argv: Sequence[str]) -> int:
     if config.launcher == "local":
         join_tasks(os.environ, config.nproc, config.nnodes)
     if config.launcher == "ray" and outer_world() is None:
-        from shardproof.cli import on_ray
+        from shardproof.cli.processes import on_ray
 
         return on_ray.launch(config, [model.command, *argv])
     if outer_world() is None:
@@ -137,8 +137,8 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
 
     `ask`: a question that the trained model is to answer at the end.
     """
-    from shardproof.cli import launch
     from shardproof.cli.hub import run_is_here
+    from shardproof.cli.processes import launch
 
     started = time.perf_counter()
     outer = outer_world()
@@ -242,7 +242,7 @@ def _under_torchrun(first_time: Start, resumed: Start, world_size: int, started:
     """Rank 0 prepares and hands the result to the others; if it cannot, it alone says so."""
     import torch
 
-    from shardproof.cli.same_rows import check_rows
+    from shardproof.cli.processes.same_rows import check_rows
     from shardproof.zero.device import start_group
 
     if several():
@@ -313,7 +313,7 @@ def _say_plan(config: RunConfig, batch: Batch, rows: Any, val_rows: Any) -> None
 def _say_prepared(prepared: Prepared) -> None:
     from shardproof.models.packed import unpacked_from
     from shardproof.report.terminal import table
-    from shardproof.train.settings import learns_nothing
+    from shardproof.train.options.settings import learns_nothing
 
     lines = [("encoded", str(prepared.rows.report))]
     if packed := unpacked_from(prepared.model):
@@ -387,8 +387,8 @@ def _say_what_is_left(prepared: Prepared, code: int) -> None:
 
 
 def _ask(folder: RunFolder, question: str) -> None:
-    from shardproof.train.chat import Chat
-    from shardproof.train.sampling import Sampling
+    from shardproof.train.answers.chat import Chat
+    from shardproof.train.answers.sampling import Sampling
 
     answer = Chat(folder.model).answer([{"role": "user", "content": question}], Sampling(max_new_tokens=60))
     print(f"asked:    {question}\nanswered: {answer}")

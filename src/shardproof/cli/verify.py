@@ -14,7 +14,7 @@ from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.training import parse, parser_of, recipe_class
 from shardproof.doctor.config import RlhfVerifyConfig, VerifyConfig
 from shardproof.errors import ConfigError, EngineError
-from shardproof.train.contradictions import check_whole
+from shardproof.train.options.contradictions import check_whole
 from shardproof.train.run import recipe_of
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def parser() -> options.Parser:
 
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
-    from shardproof.cli import launch
     from shardproof.cli.hub import run_is_here
+    from shardproof.cli.processes import launch
 
     config, _ = parse(recipe_class(argv, VerifyConfig, RlhfVerifyConfig), DESCRIPTION, argv, name="verify")
     if launch.outer_world() is not None:
@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
     batch = recipe.check(config, config.nproc)
     together = {"sequence_parallel": 1}
     if isinstance(config, RlhfVerifyConfig):
-        from shardproof.doctor.rlhf_checks import TOGETHER, check_verifiable
+        from shardproof.doctor.checks.rlhf_checks import TOGETHER, check_verifiable
 
         check_verifiable(config)
         if config.rlhf_type in TOGETHER:  # one process takes at once what the ranks take at once

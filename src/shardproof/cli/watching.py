@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardproof.cli.quiet import after_imports, before_imports
-from shardproof.train.config import RunConfig
+from shardproof.train.options.config import RunConfig
 from shardproof.train.run import recipe_of
 
 if TYPE_CHECKING:

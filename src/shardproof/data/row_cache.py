@@ -22,11 +22,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardproof.data.columns import Columns
-from shardproof.data.encode import Labelled
-from shardproof.data.media import state_of
-from shardproof.data.media_encode import MediaEncoder
-from shardproof.data.parts import Problem, parts_of
+from shardproof.data.encoding.columns import Columns
+from shardproof.data.encoding.encode import Labelled
+from shardproof.data.forms.parts import Problem, parts_of
+from shardproof.data.media.encode import MediaEncoder
+from shardproof.data.media.reading import state_of
 from shardproof.data.rows import Row
 from shardproof.errors import ConfigError
 from shardproof.models.processors import write_processing

@@ -1,8 +1,8 @@
 """Rows of a dataset, checked and brought into one form before anything is trained.
 
 JSON Lines, JSON and CSV are read here and not by `datasets`: a bad row must be named by its file and line, and
-`datasets` keeps neither, infers one type for a whole column and writes a copy to a cache first. `sources.py` finds
-the records in a file; `formats.py` says what a record may look like; this file puts the two together.
+`datasets` keeps neither, infers one type for a whole column and writes a copy to a cache first. `sources` finds
+the records in a file; `forms` says what a record may look like; this file puts the two together.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from shardproof.data.formats import SUPERVISED, Form, Problem
-from shardproof.data.halves import printable, refuse_halves
-from shardproof.data.mixture import Mixture, mixed
-from shardproof.data.parts import text_of
-from shardproof.data.sources import BadRecord, Source, identity, open_source
+from shardproof.data.forms.formats import SUPERVISED, Form, Problem
+from shardproof.data.forms.halves import printable, refuse_halves
+from shardproof.data.forms.parts import text_of
+from shardproof.data.sources.mixture import Mixture, mixed
+from shardproof.data.sources.records import BadRecord, Source, identity, open_source
 from shardproof.errors import DataError
 
 Kind = Literal["chat", "text"]

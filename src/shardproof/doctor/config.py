@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from shardproof.train.config import SftConfig
-from shardproof.train.option import Finite, Names, Task, option
-from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.options.config import SftConfig
+from shardproof.train.options.option import Finite, Names, Task, option
+from shardproof.train.options.rlhf_config import RlhfConfig
 
 POWERS_OF_TWO = [1 << n for n in range(11)]
 Offload = Literal["none", "optimizer", "all", "nvme"]

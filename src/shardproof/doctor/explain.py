@@ -6,8 +6,8 @@ import functools
 import re
 from dataclasses import dataclass
 
-from shardproof.doctor.known import Known
-from shardproof.doctor.known_errors import KNOWN
+from shardproof.doctor.known.errors import KNOWN
+from shardproof.doctor.known.kind import Known
 
 MOST = 1_000_000  # characters that are looked at: the end of a log
 

@@ -6,26 +6,26 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardproof.doctor.check import Check
+from shardproof.doctor.checks.check import Check
 from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.family import CAUSAL
 from shardproof.models.scorers import SCORER
-from shardproof.train.embedding import ADAPTED, BODY
-from shardproof.train.rewards import check_columns_of
-from shardproof.train.rlhf import check_scorer
-from shardproof.train.rlhf_config import REWARDED
+from shardproof.train.embedding.recipe import ADAPTED, BODY
+from shardproof.train.options.rlhf_config import REWARDED
+from shardproof.train.rlhf.recipe import check_scorer
+from shardproof.train.rlhf.rewards import check_columns_of
 from shardproof.train.run import recipe_of
 
 if TYPE_CHECKING:
-    from shardproof.train.config import Batch
+    from shardproof.train.options.config import Batch
 
 Config = DoctorConfig | RlhfDoctorConfig
 
 
 def read_rows(config: Config, checks: list[Check]) -> tuple[Any, Any]:
     """The rows to train on and those to evaluate on (or None), without bad ones; nothing if there are none."""
-    from shardproof.doctor import data_checks
+    from shardproof.doctor.checks import data_checks
 
     recipe, leave_out = recipe_of(config), config.bad_rows == "skip"
     asked = config.model_copy(update={"bad_rows": "skip", "val_dataset": [], "val_split": 0.0})
@@ -51,10 +51,10 @@ def read_rows(config: Config, checks: list[Check]) -> tuple[Any, Any]:
 
 def encoded_rows(config: Config, batch: Batch, rows: Any, processing: Any, checks: list[Check]) -> Any:
     """The encoded rows, or None."""
-    from shardproof.data.template import set_template
-    from shardproof.doctor import data_checks, resume_checks
-    from shardproof.train.media import check_spoken, media_limits
-    from shardproof.train.models import tokenizer_of
+    from shardproof.data.encoding.template import set_template
+    from shardproof.doctor.checks import data_checks, resume_checks
+    from shardproof.train.model.loading import tokenizer_of
+    from shardproof.train.rows.media import check_spoken, media_limits
 
     recipe: Any = recipe_of(config)
     tokenizer, leave_out, known = tokenizer_of(processing), config.bad_rows == "skip", len(rows.skipped)
@@ -72,7 +72,7 @@ def encoded_rows(config: Config, batch: Batch, rows: Any, processing: Any, check
     checks += data_checks.refused(rows.skipped[known:], lost, len(rows), leave_out)
     checks += resume_checks.rows(config, batch, rows, encoded)
     if isinstance(config, RlhfDoctorConfig):
-        from shardproof.doctor import rlhf_checks
+        from shardproof.doctor.checks import rlhf_checks
 
         checks += rlhf_checks.lengths(encoded.report, config, rows)
         checks += rlhf_checks.answers(config, rows, tokenizer)
@@ -89,8 +89,8 @@ def encoded_rows(config: Config, batch: Batch, rows: Any, processing: Any, check
 
 def held_out_rows(config: Config, source: str, rows: Any, processing: Any) -> list[Check]:
     """What of the rows to evaluate on would stop the run."""
-    from shardproof.doctor import data_checks
-    from shardproof.train.media import media_limits
+    from shardproof.doctor.checks import data_checks
+    from shardproof.train.rows.media import media_limits
 
     recipe: Any = recipe_of(config)
     leave_out, known = config.bad_rows == "skip", len(rows.skipped)
@@ -109,7 +109,7 @@ def held_out_rows(config: Config, source: str, rows: Any, processing: Any) -> li
 
 def steps_of(config: Config, batch: Batch, rows: Any) -> int:
     """How many the run takes."""
-    from shardproof.train.rlhf import RlhfPrepared
+    from shardproof.train.rlhf.recipe import RlhfPrepared
     from shardproof.train.run import Prepared
 
     kind = RlhfPrepared if isinstance(config, RlhfDoctorConfig) else Prepared
@@ -118,12 +118,12 @@ def steps_of(config: Config, batch: Batch, rows: Any) -> int:
 
 def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) -> tuple[int, int]:
     """The numbers of parameters and of trained ones; 0 if there is no model."""
-    from shardproof.doctor import data_checks, model_checks, resume_checks
+    from shardproof.doctor.checks import data_checks, model_checks, resume_checks
     from shardproof.integrations.four_bits import count_weights
-    from shardproof.train.adapters import check_named_parts, with_adapters
-    from shardproof.train.labelling import labels_of
-    from shardproof.train.models import load_model
-    from shardproof.train.parts import in_bits
+    from shardproof.train.adapters.adding import check_named_parts, with_adapters
+    from shardproof.train.model.loading import load_model
+    from shardproof.train.model.parts import in_bits
+    from shardproof.train.seq_cls.labelling import labels_of
     from shardproof.zero.device import default_device
 
     scores = isinstance(config, RlhfDoctorConfig) and config.rlhf_type == "rm"

@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 import shardproof.zero.optim.step  # noqa: F401  (its hooks come first, so that parameters are whole again in ours)
 from shardproof.errors import EngineError
-from shardproof.train.lacking import tolerant
+from shardproof.train.model.lacking import tolerant
 from shardproof.train.run import Prepared, recipe_of
 from shardproof.zero.parameter import ShardedParameter
 

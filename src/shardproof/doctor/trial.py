@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from shardproof.doctor.check import Check, some
-from shardproof.doctor.machine import installed
+from shardproof.doctor.checks.check import Check, some
+from shardproof.doctor.checks.machine import installed
+from shardproof.doctor.checks.rlhf_checks import draws_answers, rewards
 from shardproof.doctor.observe import observe
-from shardproof.doctor.rlhf_checks import draws_answers, rewards
 from shardproof.models.family import FED_BY, MEDIA, anatomy, guessed_part
 from shardproof.train.run import Prepared
 from shardproof.zero.device import default_device

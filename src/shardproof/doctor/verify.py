@@ -17,7 +17,7 @@ from torch import nn
 
 import shardproof
 from shardproof.doctor.observe import observe
-from shardproof.train.config import MUON
+from shardproof.train.options.config import MUON
 from shardproof.train.run import Prepared
 from shardproof.zero.parameter import ShardedParameter
 

@@ -24,17 +24,15 @@ from shardproof.models.mtp import carry_mtp
 from shardproof.models.processors import scaling_down, write_processing
 from shardproof.models.scorers import SCORER
 from shardproof.plugins import Plugins
-from shardproof.train import embedding
-from shardproof.train.adapters import with_adapters
-from shardproof.train.beginning import begin_adapters, check_begun
-from shardproof.train.begun import load_beside_reference
-from shardproof.train.changes import changed_by, grow, stretching
-from shardproof.train.config import SftConfig
+from shardproof.train.adapters.adding import with_adapters
+from shardproof.train.adapters.beginning import begin_adapters, check_begun
+from shardproof.train.adapters.begun import load_beside_reference
+from shardproof.train.answers.loaded import loaded_as, model_folder, on_base
+from shardproof.train.embedding import recipe as embedding
+from shardproof.train.embedding.pooling import Embedding, embedding_in
 from shardproof.train.folder import ADAPTER, BASE, CONFIG, MODEL, base_of, recorded_in, tell_other_weights
-from shardproof.train.labelling import labels_in, labels_of, load_classifier
-from shardproof.train.loaded import loaded_as, model_folder, on_base
-from shardproof.train.media import files_taken
-from shardproof.train.models import (
+from shardproof.train.model.changes import changed_by, grow, stretching
+from shardproof.train.model.loading import (
     TINY,
     also_stops,
     causal_lm,
@@ -44,12 +42,14 @@ from shardproof.train.models import (
     load_processing,
     tokenizer_of,
 )
-from shardproof.train.pooling import Embedding, embedding_in
-from shardproof.train.reranker import GENERATIVE
-from shardproof.train.reward_models import judges, load_judge, pads_with
-from shardproof.train.rlhf_config import RlhfConfig
-from shardproof.train.scoring import Scoring, scoring_in, scoring_of
-from shardproof.train.seq_cls import trained
+from shardproof.train.model.reward_models import judges, load_judge, pads_with
+from shardproof.train.options.config import SftConfig
+from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.reranker.recipe import GENERATIVE
+from shardproof.train.reranker.scoring import Scoring, scoring_in, scoring_of
+from shardproof.train.rows.media import files_taken
+from shardproof.train.seq_cls.labelling import labels_in, labels_of, load_classifier
+from shardproof.train.seq_cls.recipe import trained
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MERGED = 1e-3  # what merging may change of the logits, in fp32, relative to the largest
@@ -304,7 +304,7 @@ PLAINLY = {"attn": None, "packing": False, "padding_free": False, "sequence_para
 
 def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, model_type: str | None) -> tuple[Any, Any]:
     """The model that the run of a checkpoint began with, with the weights of the checkpoint."""
-    from shardproof.data.template import set_template
+    from shardproof.data.encoding.template import set_template
 
     file = path.parent / CONFIG
     if not file.is_file():

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from shardproof.errors import exported
-from shardproof.train.config import RunConfig
+from shardproof.train.options.config import RunConfig
 from shardproof.train.resume import AUTO, same_folder
 
 

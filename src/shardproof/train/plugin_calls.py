@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardproof.errors import ConfigError, ShardproofError
-from shardproof.train.reward_calls import failure, place_of
+from shardproof.train.rlhf.reward_calls import failure, place_of
 
 
 def own_loss(name: str, function: Callable[..., Any] | None) -> Callable[..., torch.Tensor] | None:

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from shardproof.checkpoint.folder import complete
 from shardproof.checkpoint.manifest import MANIFEST, Manifest
-from shardproof.data.template import template_text
+from shardproof.data.encoding.template import template_text
 from shardproof.errors import CheckpointError, ConfigError, exported
-from shardproof.train.config import RunConfig
-from shardproof.train.option import flag
+from shardproof.train.options.config import RunConfig
+from shardproof.train.options.option import flag
 
 log = logging.getLogger("shardproof")
 

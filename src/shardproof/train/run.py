@@ -20,29 +20,25 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardproof.checkpoint.folder import Lock, complete
-from shardproof.data.converted import converted
-from shardproof.data.formats import SUPERVISED, Form
-from shardproof.data.mixture import Mixture
-from shardproof.data.names import check_left_open, named
+from shardproof.data.encoding.template import set_template
+from shardproof.data.encoding.template_syntax import check_template
+from shardproof.data.forms.converted import converted
+from shardproof.data.forms.formats import SUPERVISED, Form
+from shardproof.data.forms.names import check_left_open, named
 from shardproof.data.rows import check_columns
-from shardproof.data.template import set_template
-from shardproof.data.template_syntax import check_template
+from shardproof.data.sources.mixture import Mixture
 from shardproof.errors import CheckpointError, ConfigError, DataError
 from shardproof.interrupts import raise_again
 from shardproof.models.classes import check_looks_back
 from shardproof.models.family import CAUSAL
 from shardproof.models.packed import check_can_unpack
 from shardproof.plugins import check_files, check_names, load
-from shardproof.train.adapters import check_named_parts
-from shardproof.train.batch import Batch, steps_of
-from shardproof.train.beginning import begin_adapters, check_beginning, check_begun
-from shardproof.train.begun import other_bases
-from shardproof.train.compiled import check_compiler
-from shardproof.train.config import RunConfig
-from shardproof.train.contradictions import check_bits, check_evaluation, check_together
+from shardproof.train.adapters.adding import check_named_parts
+from shardproof.train.adapters.beginning import begin_adapters, check_beginning, check_begun
+from shardproof.train.adapters.begun import other_bases
 from shardproof.train.folder import BASE, RunFolder, tell_other_weights
-from shardproof.train.media import check_media_root, warn_of_limits
-from shardproof.train.models import (
+from shardproof.train.model.compiled import check_compiler
+from shardproof.train.model.loading import (
     TINY,
     also_stops,
     check_attention,
@@ -50,9 +46,13 @@ from shardproof.train.models import (
     load_processing,
     tokenizer_of,
 )
-from shardproof.train.named import check_model, check_named
-from shardproof.train.patterns import check_patterns
-from shardproof.train.positions import check_positions
+from shardproof.train.model.positions import check_positions
+from shardproof.train.model.vocabulary import check_vocabulary
+from shardproof.train.options.batch import Batch, steps_of
+from shardproof.train.options.config import RunConfig
+from shardproof.train.options.contradictions import check_bits, check_evaluation, check_together
+from shardproof.train.options.named import check_model, check_named
+from shardproof.train.options.patterns import check_patterns
 from shardproof.train.resume import (
     AUTO,
     at_its_end,
@@ -65,8 +65,8 @@ from shardproof.train.resume import (
     starts,
     step_of,
 )
+from shardproof.train.rows.media import check_media_root, warn_of_limits
 from shardproof.train.saved_model import save_model
-from shardproof.train.vocabulary import check_vocabulary
 
 log = logging.getLogger("shardproof")
 
@@ -95,7 +95,7 @@ class Recipe(Protocol):
 
 def recipe_of(config: RunConfig) -> Recipe:
     """The recipe that these options are for."""
-    found: Any = importlib.import_module(f"shardproof.train.{config.recipe}")
+    found: Any = importlib.import_module(f"shardproof.train.{config.recipe}.recipe")
     return found
 
 
@@ -300,10 +300,10 @@ def train(
     import torch.distributed as dist
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-    from shardproof.train.callbacks import callbacks_of
-    from shardproof.train.profile import Profiler
-    from shardproof.train.report import Reporter
     from shardproof.train.stop import EvaluationEnded, StopAfterStep
+    from shardproof.train.watching.callbacks import callbacks_of
+    from shardproof.train.watching.profile import Profiler
+    from shardproof.train.watching.report import Reporter
 
     config, folder = prepared.config, RunFolder(prepared.folder)
     first = not dist.is_initialized() or dist.get_rank() == 0

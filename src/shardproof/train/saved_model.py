@@ -7,11 +7,11 @@ import shutil
 from typing import Any
 
 from shardproof.errors import CheckpointError
-from shardproof.train.beginning import fit_to_base, takes_from_weights
-from shardproof.train.config import RunConfig
-from shardproof.train.dtypes import asked_dtype
+from shardproof.train.adapters.beginning import fit_to_base, takes_from_weights
 from shardproof.train.folder import RunFolder
-from shardproof.train.models import tokenizer_of
+from shardproof.train.model.dtypes import asked_dtype
+from shardproof.train.model.loading import tokenizer_of
+from shardproof.train.options.config import RunConfig
 
 log = logging.getLogger("shardproof")
 

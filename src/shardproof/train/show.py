@@ -9,16 +9,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from shardproof.data.embed import texts_of
-from shardproof.data.encode import IGNORE
-from shardproof.data.template import set_template
-from shardproof.data.template_syntax import check_template
+from shardproof.data.encoding.embed import texts_of
+from shardproof.data.encoding.encode import IGNORE
+from shardproof.data.encoding.template import set_template
+from shardproof.data.encoding.template_syntax import check_template
 from shardproof.errors import DataError
 from shardproof.train import run
-from shardproof.train.config import SftConfig
 from shardproof.train.folder import BASE
-from shardproof.train.labelling import labels_of
-from shardproof.train.models import load_processing, tokenizer_of
+from shardproof.train.model.loading import load_processing, tokenizer_of
+from shardproof.train.options.config import SftConfig
+from shardproof.train.seq_cls.labelling import labels_of
 
 REPEATED = 4  # a token so often in a row is counted instead: what stands for a picture or a sound
 

@@ -15,9 +15,9 @@ import torch
 
 from shardproof.cli.main import main
 from shardproof.errors import ConfigError, DataError
-from shardproof.train.config import SftConfig
-from shardproof.train.embedder import Embedder, single
-from shardproof.train.pooling import Embedding, embedding_in
+from shardproof.train.embedding.embedder import Embedder, single
+from shardproof.train.embedding.pooling import Embedding, embedding_in
+from shardproof.train.options.config import SftConfig
 from train.embedding.test_same_losses import COMMON, LORA, STAGES
 
 CHECKPOINTED = [
@@ -192,7 +192,7 @@ def test_sentence_transformers_gives_the_same(done: Any, seen: Path) -> None:
 
 
 def prepared(folder: Path, tmp_path: Path, rows: list[dict[str, Any]], seen: Path, **options: Any) -> Any:
-    from shardproof.train import embedding
+    from shardproof.train.embedding import recipe as embedding
 
     tmp_path.mkdir(exist_ok=True)
     file = tmp_path / "some.jsonl"
@@ -228,8 +228,8 @@ def test_a_model_of_text_takes_no_files(models: Any, tmp_path: Path, seen: Path)
 
 
 def test_a_row_whose_file_is_lost_is_left_out(tiny_models: Any, tmp_path: Path, seen: Path, caplog) -> None:
-    from shardproof.data.embed_media import MediaMatchCollator
-    from shardproof.train.embedding import media_encoder
+    from shardproof.data.encoding.embed_media import MediaMatchCollator
+    from shardproof.train.embedding.recipe import media_encoder
 
     own = Path(shutil.copytree(seen, tmp_path / "own"))
     made = prepared(tiny_models("llava"), tmp_path, ROWS, own)
@@ -251,8 +251,8 @@ def test_a_row_whose_file_is_lost_is_left_out(tiny_models: Any, tmp_path: Path, 
 
 @pytest.mark.parametrize("loss", ["infonce", "cosine_similarity", "contrastive"])
 def test_a_text_of_no_row_is_no_part_of_a_loss(loss: str) -> None:
-    from shardproof.train import similarity
-    from shardproof.train.similarity import Embedded
+    from shardproof.train.embedding import similarity
+    from shardproof.train.embedding.similarity import Embedded
 
     texts = torch.nn.functional.normalize(torch.randn(4, 8), dim=-1).requires_grad_()
     keys, scores = torch.arange(2), torch.ones(2)
@@ -277,8 +277,8 @@ def test_options_of_text_are_refused(tiny_models: Any, tmp_path: Path, seen: Pat
 
 def test_files_are_told_apart_by_where_they_lie(tiny_models: Any, tmp_path: Path, seen: Path) -> None:
     """Rows of two folders name their pictures alike: the one is a negative of the other."""
-    from shardproof.data.embed_media import MediaMatchCollator
-    from shardproof.train import embedding
+    from shardproof.data.encoding.embed_media import MediaMatchCollator
+    from shardproof.train.embedding import recipe as embedding
 
     row = {"query": "x", "positive": "<image>", "positive_images": ["a.png"]}
     elsewhere = {**row, "positive_images": [[str(seen / "a.png")]]}
@@ -299,7 +299,7 @@ def test_files_are_told_apart_by_where_they_lie(tiny_models: Any, tmp_path: Path
 
 
 def test_parts_are_named_as_in_sft(tiny_models: Any, tmp_path: Path, seen: Path) -> None:
-    from shardproof.train import embedding
+    from shardproof.train.embedding import recipe as embedding
 
     made = prepared(
         tiny_models("qwen2_5_omni"), tmp_path, ROWS, seen, train_parts=["vision"], enable_audio_output=False
@@ -314,7 +314,7 @@ def test_parts_are_named_as_in_sft(tiny_models: Any, tmp_path: Path, seen: Path)
 def test_a_run_in_which_no_file_reaches_what_is_trained_is_refused(
     tiny_models: Any, tmp_path: Path, seen: Path
 ) -> None:
-    from shardproof.train import embedding
+    from shardproof.train.embedding import recipe as embedding
 
     made = prepared(tiny_models("llava"), tmp_path, [ROWS[0]] * 2, seen, freeze=["llm"])
     embedding.build(made)  # it is what is to be found that has pictures
@@ -333,13 +333,13 @@ def test_a_model_without_one_backbone_is_refused_before_its_rows_are_read(
     from transformers import LlavaForConditionalGeneration
 
     monkeypatch.setattr(LlavaForConditionalGeneration, "base_model_prefix", "")
-    monkeypatch.setattr("shardproof.train.embedding.encode", None)
+    monkeypatch.setattr("shardproof.train.embedding.recipe.encode", None)
     with pytest.raises(ConfigError, match="--task embedding needs a model whose towers and language model are one"):
         prepared(tiny_models("llava"), tmp_path, ROWS, seen)
 
 
 def test_a_model_without_a_chat_template_is_given_one(tiny_models: Any, tmp_path: Path, seen: Path) -> None:
-    from shardproof.train import embedding
+    from shardproof.train.embedding import recipe as embedding
 
     folder = Path(shutil.copytree(tiny_models("llava"), tmp_path / "bare"))
     (folder / "chat_template.jinja").unlink()

@@ -12,8 +12,8 @@ import pytest
 from shardproof.cli import data
 from shardproof.cli.main import main
 from shardproof.errors import ConfigError
-from shardproof.train.config import SftConfig
-from shardproof.train.pooling import Embedding, embedding_in, pooling_of
+from shardproof.train.embedding.pooling import Embedding, embedding_in, pooling_of
+from shardproof.train.options.config import SftConfig
 from shardproof.train.run import recipe_of
 
 JUDGED = {"early_stop": 1, "eval_steps": 1, "val_split": 0.1}
@@ -62,7 +62,7 @@ def test_a_bad_row_stops_the_run_before_it_begins(files, tmp_path: Path, capsys)
 
 
 def test_one_row_without_negatives_teaches_nothing(models, tmp_path: Path) -> None:
-    from shardproof.train import embedding
+    from shardproof.train.embedding import recipe as embedding
 
     file = tmp_path / "rows.jsonl"
     file.write_text('{"query": "cat", "positive": "meows"}\n{"query": "dog", "positive": "barks"}\n')
@@ -102,7 +102,7 @@ def test_rows_are_shown(files, models, capsys) -> None:
 @pytest.mark.parametrize("model", ["decoder", "encoder"])
 def test_a_plan_is_made(models, model: str) -> None:
     from shardproof.doctor.config import PlanConfig
-    from shardproof.doctor.plan import loss_of, make_plan
+    from shardproof.doctor.planning.plan import loss_of, make_plan
 
     shape = {"gpus": [2], "stage": "3", "per_device_batch_size": [2], "max_length": [16], "tuner": "lora"}
     config = PlanConfig(model=str(models[model]), task="embedding", gradient_checkpointing=["no"], **shape)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from shardproof.train import similarity
-from shardproof.train.pooling import pooled
-from shardproof.train.similarity import Embedded
+from shardproof.train.embedding import similarity
+from shardproof.train.embedding.pooling import pooled
+from shardproof.train.embedding.similarity import Embedded
 
 
 def batch(rows: int, negatives: int, seed: int = 0) -> Embedded:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from shardproof.data.judged import INSTRUCTION, TASK
-from shardproof.train.config import SftConfig
+from shardproof.data.encoding.judged import INSTRUCTION, TASK
+from shardproof.train.options.config import SftConfig
 from train.embedding.conftest import NOISE, PAIRS, matches, texts_of
 from train.rlhf.algorithms import Series, prepared_for
 from train.seq_cls.conftest import series_of

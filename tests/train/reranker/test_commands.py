@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardproof.errors import ConfigError
-from shardproof.train.config import SftConfig
+from shardproof.train.options.config import SftConfig
 from shardproof.train.run import recipe_of
 from train.reranker.checks import goes_on, lines, ranks_as_it_was_evaluated
 

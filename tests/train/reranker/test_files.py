@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.data.judged import INSTRUCTION, TASK
-from shardproof.data.matches import Matches
+from shardproof.data.encoding.judged import INSTRUCTION, TASK
+from shardproof.data.forms.matches import Matches
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError, DataError
 from shardproof.report.terminal import Silent
-from shardproof.train.config import SftConfig
-from shardproof.train.ranker import AskedRanker
+from shardproof.train.options.config import SftConfig
+from shardproof.train.reranker.ranker import AskedRanker
+from shardproof.train.reranker.scoring import scoring_in
 from shardproof.train.run import recipe_of
-from shardproof.train.scoring import scoring_in
 
 WORDS = {"true_token_id": 60, "false_token_id": 61}
 ROWS: list[dict[str, Any]] = [
@@ -156,7 +156,7 @@ def test_sentence_transformers_gives_the_same(done: Any, seen: Path) -> None:
 
 
 def test_a_file_that_cannot_be_used_is_told_before(done: Any, seen: Path, tmp_path: Path) -> None:
-    from shardproof.train.ranker import rank_rows
+    from shardproof.train.reranker.ranker import rank_rows
 
     shutil.copy(seen / "a.png", tmp_path)
     file = tmp_path / "rows.jsonl"

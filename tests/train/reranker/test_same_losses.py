@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from shardproof.train import ranking
+from shardproof.train.reranker import ranking
 
 COMMON = "--max-steps 4 --learning-rate 3e-3 --lr-scheduler constant --eval-steps 2 --global-batch-size 8".split()
 KEYS = ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_mrr", "eval_ndcg")

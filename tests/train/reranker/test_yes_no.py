@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.data.judged import INSTRUCTION, TASK, JudgedEncoder, prompt, take_pairs
+from shardproof.data.encoding.judged import INSTRUCTION, TASK, JudgedEncoder, prompt, take_pairs
 from shardproof.data.rows import Row
 from shardproof.errors import ConfigError
-from shardproof.train.config import SftConfig
+from shardproof.train.options.config import SftConfig
+from shardproof.train.reranker.scoring import YesNo, last_logits_only, scoring_in
 from shardproof.train.run import recipe_of
-from shardproof.train.scoring import YesNo, last_logits_only, scoring_in
 from train.reranker.checks import goes_on, lines, ranks_as_it_was_evaluated
 from train.reranker.test_same_losses import check
 

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import aside
-from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.options.rlhf_config import RlhfConfig
 
 Series = list[dict[str, Any]]  # the records of metrics.jsonl
 
@@ -38,7 +38,7 @@ def series_of(prepared: list[Any]) -> list[Series]:
 
     from shardproof.cli.quiet import after_imports, before_imports
     from shardproof.report.terminal import Silent
-    from shardproof.train import rlhf
+    from shardproof.train.rlhf import recipe as rlhf
 
     before_imports(local=True, verbose=False)
     after_imports(verbose=False)
@@ -77,7 +77,7 @@ def batches_without_padding(prepared: list[Any]) -> int:
 def bytes_in_attention(prepared: list[Any]) -> int:
     """Train on this rank; what it sent to those that share its rows, beside what the trial of a few tokens took."""
     from shardproof.parallel.sequence import SequenceParallel
-    from shardproof.train import callbacks
+    from shardproof.train.watching import callbacks
 
     seen: list[int] = []
     told = callbacks.check_shared_rows
@@ -97,7 +97,7 @@ def bytes_in_attention(prepared: list[Any]) -> int:
 def patches_valued(prepared: list[Any]) -> list[tuple[int, int]]:
     """Train on this rank; of each call of ppo's value model how many patches it is given, and how many of their places
     are among its tokens."""
-    from shardproof.train.ppo import PpoTrainer
+    from shardproof.train.rlhf.ppo import PpoTrainer
 
     seen: list[tuple[int, int]] = []
     ask = PpoTrainer._values
@@ -118,7 +118,7 @@ def patches_valued(prepared: list[Any]) -> list[tuple[int, int]]:
 
 def pixels_seen(prepared: list[Any]) -> list[tuple[bool, tuple[int, ...], float]]:
     """Train on this rank; of each call of the model whether it is of rows to train on, which, and the sum of pixels."""
-    from shardproof.train.prompted import Prompted
+    from shardproof.train.rlhf.prompted import Prompted
 
     seen, given = [], Prompted.given
 
@@ -150,7 +150,7 @@ def drawn_by_place() -> Iterator[None]:
     token in it, and on nothing else: with another number of ranks the same answers are written."""
     import torch
 
-    from shardproof.train.generating import Generating
+    from shardproof.train.rlhf.generating import Generating
 
     rank, generate = torch.distributed.get_rank(), Generating._written
     drawn = [0, 0]  # batches, tokens of this one

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from shardproof.errors import ConfigError
-from shardproof.train.adapters import check_named_parts, with_adapters
-from shardproof.train.begun import REFERENCE, begun, refer_to
-from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.adapters.adding import check_named_parts, with_adapters
+from shardproof.train.adapters.begun import REFERENCE, begun, refer_to
+from shardproof.train.options.rlhf_config import RlhfConfig
 
 
 @pytest.fixture(scope="module")

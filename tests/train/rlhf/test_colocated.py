@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from shardproof.errors import ConfigError
-from shardproof.train.algorithms import check_algorithm
-from shardproof.train.rlhf_config import RlhfConfig
-from shardproof.train.vllm import check_fits, room_of
+from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.rlhf.algorithms import check_algorithm
+from shardproof.train.rlhf.vllm import check_fits, room_of
 from train.conftest import last_of_each
 from train.rlhf.algorithms import prepared_for
 from train.rlhf.vllm_of_transformers import found, given_to_vllm
@@ -86,7 +86,7 @@ def test_ranks_that_share_a_vllm_ask_it_together(
     ],
 )
 def test_what_contradicts_itself_is_refused(options: dict[str, Any], said: str) -> None:
-    from shardproof.train.tools import check_tools
+    from shardproof.train.rlhf.tools import check_tools
 
     given: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate", "per_device_batch_size": 8, **options}
     config = RlhfConfig(rlhf_type="grpo", reward_funcs=["format"], **given)
@@ -131,7 +131,7 @@ def test_a_model_with_packed_weights_is_refused(mode: str, tmp_path: Path) -> No
 
 
 def test_answers_may_call_functions_where_each_rank_asks_its_own() -> None:
-    from shardproof.train.tools import check_tools
+    from shardproof.train.rlhf.tools import check_tools
 
     given: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate", "tools": [f"{TOOLS}:add"]}
     check_tools(RlhfConfig(rlhf_type="grpo", reward_funcs=["format"], **given))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardproof.errors import ConfigError
-from shardproof.train.generating import Generating
+from shardproof.train.rlhf.generating import Generating
 
 OWN = Path(__file__).with_name("rewards_for_tests.py")
 SHORT = "--max-steps 4 --learning-rate 1e-3 --nproc 2 --stage 3 --output-dir OUT".split()
@@ -148,8 +148,8 @@ def test_the_config_repeats_the_run(more_runs: Any) -> None:
 
 @pytest.mark.parametrize("kind, beta", [("grpo", None), ("grpo", 0.0), ("rloo", 0.0)])
 def test_a_reference_that_is_not_there_cannot_follow(kind: str, beta: float | None) -> None:
-    from shardproof.train.algorithms import check_algorithm
-    from shardproof.train.rlhf_config import RlhfConfig
+    from shardproof.train.options.rlhf_config import RlhfConfig
+    from shardproof.train.rlhf.algorithms import check_algorithm
 
     config = RlhfConfig(rlhf_type=kind, beta=beta, reward_funcs=["format"], sync_ref_steps=2, per_device_batch_size=8)
     with pytest.raises(ConfigError, match="with a --beta above 0 only"):
@@ -242,8 +242,8 @@ def test_what_cannot_work_is_refused_in_a_few_words(runs: Any, name: str, said: 
 
 
 def test_a_talker_learns_nothing_of_words_that_are_compared() -> None:
-    from shardproof.train.rlhf import check
-    from shardproof.train.rlhf_config import RlhfConfig
+    from shardproof.train.options.rlhf_config import RlhfConfig
+    from shardproof.train.rlhf.recipe import check
 
     config = RlhfConfig(model="x", dataset=["y"], rlhf_type="dpo", train_parts=["thinker", "talker"])
     with pytest.raises(ConfigError, match="--train-parts talker: rlhf compares or rewards words"):

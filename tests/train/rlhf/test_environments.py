@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardproof.errors import ConfigError, DataError
-from shardproof.train.environments import factory_of
+from shardproof.train.rlhf.environments import factory_of
 from train.conftest import last_of_each
 from train.rlhf.algorithms import prepared_for, series_of, series_without_room
 from train.rlhf.test_tools import FUNCTIONS, QUESTIONS, called, caller, prompts_of, told_of, tool

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from shardproof.errors import ConfigError
-from shardproof.train.algorithms import check_algorithm
-from shardproof.train.report import tells
-from shardproof.train.rlhf_config import RlhfConfig
-from shardproof.train.variants import FIGURES
+from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.rlhf.algorithms import check_algorithm
+from shardproof.train.rlhf.variants import FIGURES
+from shardproof.train.watching.report import tells
 from train.rlhf.test_same_losses import ALGORITHMS, COMMON
 
 ROWS = {"kto": "judged", "gkd": "chats"}  # 9 of 12, which neither 2 nor 4 divides

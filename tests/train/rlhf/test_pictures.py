@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardproof.errors import ConfigError, DataError
-from shardproof.train.pictures import ANSWERED
+from shardproof.train.rlhf.pictures import ANSWERED
 from train.rlhf.algorithms import patches_valued, pixels_seen, prepared_for, series_of
 from train.rlhf.test_resume import check_that_it_goes_on
 from train.rlhf.test_same_losses import CHANCE, CHECKPOINTED, STAGES
@@ -183,7 +183,7 @@ def logps(model: Any, processor: Any, pictured: Path, row: dict[str, Any], answe
     import torch
     from PIL import Image
 
-    from shardproof.train.pictures import marks_of
+    from shardproof.train.rlhf.pictures import marks_of
 
     asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which digit?"}]}]
     said = [*asked, {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
@@ -392,7 +392,7 @@ def test_so_it_does_of_an_omni_model_at_every_stage(rlhf: Any, heard: Path, hear
 
 def test_what_is_heard_reaches_the_model(tmp_path: Path, heard: Path, hearing: Path) -> None:
     """The batch of TRL's collator has what the processor makes of sounds, for chosen and rejected."""
-    from shardproof.train.pictured_batches import collator_for
+    from shardproof.train.rlhf.pictured_batches import collator_for
 
     argv = ["--model", str(hearing), "--rlhf-type", "dpo", "--media-root", str(heard)]
     rows = [json.loads(line) for line in (heard / "pairs.jsonl").read_text().splitlines()[:4]]
@@ -411,8 +411,8 @@ def test_answers_to_compare_with_come_from_the_rows_of_all_ranks(tmp_path: Path,
     import torch
     from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference
 
-    from shardproof.train.pictured_batches import collator_for
-    from shardproof.train.pictures import FILES, with_others
+    from shardproof.train.rlhf.pictured_batches import collator_for
+    from shardproof.train.rlhf.pictures import FILES, with_others
 
     argv = ["--model", str(seeing), "--rlhf-type", "kto", "--media-root", str(pictured)]
     rows = prepared(tmp_path, [*JUDGED, {**JUDGED[0], "response": "two or three"}], *argv).rows
@@ -440,7 +440,7 @@ def test_a_batch_of_what_the_processor_takes_row_by_row_only(tmp_path: Path, tin
     import torch
     from PIL import Image
 
-    from shardproof.train.pictured_batches import BESIDE, collator_for
+    from shardproof.train.rlhf.pictured_batches import BESIDE, collator_for
 
     for frames in (2, 3):
         pictures = [Image.new("RGB", (24, 16), (40 * i, 0, 0)) for i in range(frames)]
@@ -475,7 +475,7 @@ def test_no_answer_holds_what_stands_for_files_or_begins_them(tiny_models: Any, 
     from transformers import AutoConfig
 
     from shardproof.models.processors import load_processor
-    from shardproof.train.pictures import marks_of
+    from shardproof.train.rlhf.pictures import marks_of
 
     processing, config = load_processor(tiny_models(name)), AutoConfig.from_pretrained(tiny_models(name))
     thinker = getattr(config, "thinker_config", config)
@@ -535,8 +535,8 @@ def test_answers_about_files_are_still_learnt_from_after_a_checkpoint(
 
 def prepared(tmp_path: Path, rows: list[dict[str, Any]], *argv: str) -> Any:
     from shardproof.cli import training
-    from shardproof.train import rlhf
-    from shardproof.train.rlhf_config import RlhfConfig
+    from shardproof.train.options.rlhf_config import RlhfConfig
+    from shardproof.train.rlhf import recipe as rlhf
 
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -658,7 +658,7 @@ def test_an_evaluation_leaves_files_of_answers_that_are_still_learnt_from(
     """Rows to evaluate on have the same numbers."""
     import torch
 
-    from shardproof.train.prompted import Prompted
+    from shardproof.train.rlhf.prompted import Prompted
 
     held = [{"query": "<image>which?", "solution": "#### 7", "images": [name]} for name in ("b.png", "a.png")] * 6
     (pictured / "prompts-held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
@@ -679,7 +679,7 @@ def test_a_file_that_is_lost_before_a_run_goes_on_is_named(tmp_path: Path, pictu
     """Answers about it come from the checkpoint, and another row cannot take its place."""
     import torch
 
-    from shardproof.train.prompted import Prompted
+    from shardproof.train.rlhf.prompted import Prompted
 
     own = Path(shutil.copytree(pictured, tmp_path / "own"))
     argv = ["--model", str(seeing), "--rlhf-type", "grpo", "--media-root", str(own), "--reward-funcs", "length"]

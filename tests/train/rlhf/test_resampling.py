@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from shardproof.errors import ConfigError
-from shardproof.train.resampling import with_others
-from shardproof.train.rlhf_config import RlhfConfig
-from shardproof.train.variants import check_variant
+from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.rlhf.resampling import with_others
+from shardproof.train.rlhf.variants import check_variant
 from train.rlhf.algorithms import prepared_for, series_of
 
 REWARDS = Path(__file__).with_name("rewards_for_tests.py")

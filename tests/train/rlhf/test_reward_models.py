@@ -11,9 +11,9 @@ import pytest
 from safetensors.torch import load_file
 
 from shardproof.errors import ConfigError
-from shardproof.train.reward_models import check_reward_model
-from shardproof.train.rlhf import _reads, check
-from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.model.reward_models import check_reward_model
+from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.rlhf.recipe import _reads, check
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from shardproof.errors import ConfigError, DataError
-from shardproof.train import rlhf
-from shardproof.train.batch import Batch
-from shardproof.train.rewards import accuracy, check_columns_for, check_rewarded, check_rewards, load_rewards
-from shardproof.train.rlhf import check
-from shardproof.train.rlhf_config import RlhfConfig
+from shardproof.train.options.batch import Batch
+from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.rlhf import recipe as rlhf
+from shardproof.train.rlhf.recipe import check
+from shardproof.train.rlhf.rewards import accuracy, check_columns_for, check_rewarded, check_rewards, load_rewards
 
 PATTERN = RlhfConfig.model_fields["format_pattern"].default
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from shardproof.data import encode as encoding
-from shardproof.data.formats import SFT, SUPERVISED
-from shardproof.data.preferences import JUDGED, PAIRS, PROMPTS
+from shardproof.data.encoding import encode as encoding
+from shardproof.data.forms.formats import SFT, SUPERVISED
+from shardproof.data.forms.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import Row, read_rows
 from shardproof.errors import ConfigError, DataError
-from shardproof.train.algorithms import ALGORITHMS, check_algorithm
-from shardproof.train.config import Batch
-from shardproof.train.plain import warn_of_plain
-from shardproof.train.rewards import check_rewarded
-from shardproof.train.rlhf_config import RlhfConfig
-from shardproof.train.rlhf_rows import encode, example_of, form_of
+from shardproof.train.options.config import Batch
+from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.rlhf.algorithms import ALGORITHMS, check_algorithm
+from shardproof.train.rlhf.rewards import check_rewarded
+from shardproof.train.rlhf.rows import encode, example_of, form_of
+from shardproof.train.rows.plain import warn_of_plain
 
 
 class Words:

@@ -204,14 +204,14 @@ def test_so_they_do_in_variants_of_trl(rlhf: Any, kind: str) -> None:
 def fields_of(kind: str) -> set[str]:
     import dataclasses
 
-    from shardproof.train.algorithms import ALGORITHMS
+    from shardproof.train.rlhf.algorithms import ALGORITHMS
 
     return {field.name for field in dataclasses.fields(ALGORITHMS[kind].classes()[1])}
 
 
 @pytest.mark.slow
 def test_what_may_be_set_of_trl_is_there(run: Any) -> None:
-    from shardproof.train.algorithms import EXTRAS
+    from shardproof.train.rlhf.algorithms import EXTRAS
 
     for kind, names in EXTRAS.items():
         assert {*names} <= run(1, fields_of, kind)[0], kind
@@ -229,8 +229,8 @@ def test_what_may_be_set_of_trl_is_there(run: Any) -> None:
 )
 def test_what_trl_does_not_have_is_refused(given: dict[str, Any], text: str) -> None:
     from shardproof.errors import ConfigError
-    from shardproof.train.algorithms import check_algorithm
-    from shardproof.train.rlhf_config import RlhfConfig
+    from shardproof.train.options.rlhf_config import RlhfConfig
+    from shardproof.train.rlhf.algorithms import check_algorithm
 
     config = RlhfConfig(rlhf_type="grpo", reward_funcs=["length"], trl_arguments=given, num_generations=2)
     with pytest.raises(ConfigError, match=text):

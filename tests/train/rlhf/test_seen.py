@@ -10,14 +10,14 @@ import torch
 from PIL import Image
 
 from models.tiny_folders import SQUARE, TEXTS
-from shardproof.data.limits import Limits
-from shardproof.data.media_encode import MediaEncoder
+from shardproof.data.media.encode import MediaEncoder
+from shardproof.data.media.limits import Limits
 from shardproof.models.tiny_media import image_processor, media_processor, media_tokenizer
 
 pytest.importorskip("trl")
-from shardproof.train.pictured_batches import ASKED, BESIDE, _judged, _pairs, _taught, _unknown, answered
-from shardproof.train.pictures import OTHER
-from shardproof.train.prompted import Prompted
+from shardproof.train.rlhf.pictured_batches import ASKED, BESIDE, _judged, _pairs, _taught, _unknown, answered
+from shardproof.train.rlhf.pictures import OTHER
+from shardproof.train.rlhf.prompted import Prompted
 
 PICTURE = Image.fromarray(np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3))
 

@@ -14,9 +14,9 @@ import pytest
 
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.chatml import CHATML
-from shardproof.train.rlhf_config import RlhfConfig
-from shardproof.train.tools import load_tools
-from shardproof.train.variants import check_variant
+from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.rlhf.tools import load_tools
+from shardproof.train.rlhf.variants import check_variant
 from train.conftest import last_of_each
 from train.rlhf.algorithms import prepared_for, series_of, series_without_room
 from train.rlhf.vllm_of_transformers import found, series_with_vllm
@@ -31,7 +31,7 @@ def tool(name: str) -> dict[str, Any]:
 
 def prompts_of(prepared: list[Any]) -> list[str]:
     """The prompts that this rank asks the model with in a run, as texts."""
-    from shardproof.train.generating import Generating
+    from shardproof.train.rlhf.generating import Generating
 
     asked: list[list[int]] = []
     tokenized = Generating._tokenize_prompts

@@ -12,10 +12,10 @@ import pytest
 from pydantic import ValidationError
 
 from shardproof.errors import ConfigError
-from shardproof.train.algorithms import ALGORITHMS, EXTRAS, LOSSES, check_algorithm
-from shardproof.train.report import tells
-from shardproof.train.rlhf_config import RlhfConfig
-from shardproof.train.variants import BESIDE, FIGURES, LOSS, OF_LOSSES, WITH_DROPOUT, warn_of_dropout
+from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.rlhf.algorithms import ALGORITHMS, EXTRAS, LOSSES, check_algorithm
+from shardproof.train.rlhf.variants import BESIDE, FIGURES, LOSS, OF_LOSSES, WITH_DROPOUT, warn_of_dropout
+from shardproof.train.watching.report import tells
 
 GRPO: dict[str, Any] = {"rlhf_type": "grpo", "reward_funcs": ["length"], "num_generations": 2}
 DPO: dict[str, Any] = {"rlhf_type": "dpo"}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.train.config import SftConfig
+from shardproof.train.options.config import SftConfig
 from train.rlhf.algorithms import Series, prepared_for
 from train.small_models import small_models
 

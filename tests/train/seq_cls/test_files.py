@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.data.labels import Labels
+from shardproof.data.forms.labels import Labels
 from shardproof.data.rows import Row
 from shardproof.doctor.config import PlanConfig
-from shardproof.doctor.subject import meta_model
+from shardproof.doctor.planning.subject import meta_model
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.scorers import SCORER, load_scorer
 from shardproof.plugins import Plugins
-from shardproof.train.adapters import check_named_parts
-from shardproof.train.classifier import Classifier
-from shardproof.train.config import SftConfig
-from shardproof.train.contradictions import check_together
-from shardproof.train.labelling import labels_in
-from shardproof.train.models import registered_model
+from shardproof.train.adapters.adding import check_named_parts
+from shardproof.train.model.loading import registered_model
+from shardproof.train.options.config import SftConfig
+from shardproof.train.options.contradictions import check_together
+from shardproof.train.seq_cls.classifier import Classifier
+from shardproof.train.seq_cls.labelling import labels_in
 from train.rlhf.algorithms import prepared_for
 from train.seq_cls.conftest import series_of
 from train.seq_cls.test_same_losses import LORA, STAGES
@@ -163,8 +163,8 @@ def test_logits_are_those_of_the_backbone_and_a_head(tiny_models: Any, rows: Any
 
 
 def test_what_is_frozen_leaves_the_head(tiny_models: Any) -> None:
-    from shardproof.train.labelling import load_classifier
-    from shardproof.train.seq_cls import trained as frozen_in
+    from shardproof.train.seq_cls.labelling import load_classifier
+    from shardproof.train.seq_cls.recipe import trained as frozen_in
 
     some = {"task": "seq_cls", "model": "x", "label_names": NAMES[1:]}
     cases: list[tuple[dict[str, Any], set[str]]] = [
@@ -185,8 +185,8 @@ def test_what_is_frozen_leaves_the_head(tiny_models: Any) -> None:
 
 
 def test_a_pooler_that_the_files_lack_is_learnt_though_the_rest_is_frozen(models: Any) -> None:
-    from shardproof.train.labelling import load_classifier
-    from shardproof.train.seq_cls import trained as frozen_in
+    from shardproof.train.seq_cls.labelling import load_classifier
+    from shardproof.train.seq_cls.recipe import trained as frozen_in
 
     config = SftConfig(task="seq_cls", model="x", label_names=NAMES[1:], freeze=["llm"])
     model, info = load_classifier(str(models["encoder"]), config, NUMBERED)

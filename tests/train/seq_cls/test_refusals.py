@@ -12,14 +12,14 @@ import pytest
 
 from shardproof.cli import data, sft
 from shardproof.cli.main import main
-from shardproof.data.labelled import LabelReport
-from shardproof.data.labels import MULTI, REGRESSION, SINGLE, Labels
-from shardproof.doctor.data_checks import lengths
+from shardproof.data.encoding.labelled import LabelReport
+from shardproof.data.forms.labels import MULTI, REGRESSION, SINGLE, Labels
+from shardproof.doctor.checks.data_checks import lengths
 from shardproof.errors import ConfigError
 from shardproof.models.scorers import load_scorer
-from shardproof.train.config import SftConfig
-from shardproof.train.labelling import labels_in, labels_of
+from shardproof.train.options.config import SftConfig
 from shardproof.train.run import recipe_of
+from shardproof.train.seq_cls.labelling import labels_in, labels_of
 
 JUDGED = {"early_stop": 1, "eval_steps": 1, "val_split": 0.1}
 NAMES = {"task": "seq_cls", "label_names": ["low", "high", "odd"]}
@@ -122,7 +122,7 @@ def test_a_bad_label_stops_the_run_before_it_begins(files, tmp_path: Path, capsy
 
 @pytest.mark.parametrize("option", ["plain", "fp8"])
 def test_options_of_models_of_text_are_refused_where_files_are_taken(option: str) -> None:
-    from shardproof.train import seq_cls
+    from shardproof.train.seq_cls import recipe as seq_cls
 
     processor = SimpleNamespace(tokenizer=object(), image_token="<image>")
     with pytest.raises(ConfigError, match=f"--{option}"):
@@ -142,7 +142,7 @@ def test_rows_are_shown_with_their_labels(files, models, capsys) -> None:
 @pytest.mark.parametrize("model", ["decoder", "encoder"])
 def test_a_plan_is_made(models, model: str) -> None:
     from shardproof.doctor.config import PlanConfig
-    from shardproof.doctor.plan import loss_of, make_plan
+    from shardproof.doctor.planning.plan import loss_of, make_plan
 
     shape = {"gpus": [2], "stage": "3", "per_device_batch_size": [2], "max_length": [16], "tuner": "lora"}
     config = PlanConfig(model=str(models[model]), task="seq_cls", num_labels=3, gradient_checkpointing=["no"], **shape)
@@ -163,7 +163,7 @@ def test_verify_takes_the_run(commands, files, models) -> None:
 
 
 def test_names_stand_in_the_options_of_the_run(models, files, tmp_path: Path) -> None:
-    from shardproof.train import seq_cls
+    from shardproof.train.seq_cls import recipe as seq_cls
 
     file = tmp_path / "names.txt"
     file.write_text("low\nhigh\nodd\n")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.data.labels import MULTI, REGRESSION, SINGLE, Labels
-from shardproof.train.measures import LabelLoss, means, sums
+from shardproof.data.forms.labels import MULTI, REGRESSION, SINGLE, Labels
+from shardproof.train.seq_cls.measures import LabelLoss, means, sums
 
 COMMON = "--max-steps 4 --learning-rate 3e-3 --lr-scheduler constant --eval-steps 2 --global-batch-size 8".split()
 STAGES = [{"stage": stage} for stage in range(4)]

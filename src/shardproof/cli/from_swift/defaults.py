@@ -1,0 +1,43 @@
+"""What ms-swift does unasked, where ours does something else: in our options."""
+
+from __future__ import annotations
+
+# Of `swift sft` and `swift rlhf`.
+DEFAULTS = {
+    "tuner": "lora",
+    "epochs": "3",
+    "per_device_batch_size": "1",
+    "weight_decay": "0.1",
+    "adam_beta2": "0.95",
+    "warmup_ratio": "0",
+    "gradient_checkpointing": "yes",
+    "lora_rank": "8",
+    "lora_dropout": "0.05",
+    "logging_steps": "5",
+    "save_steps": "500",
+    "report_to": "tensorboard",
+    "bad_rows": "skip",
+    "stage": "0",
+    "precision": "bf16",
+}
+_GENERATING = {"temperature": "0.9", "max_completion_length": "512"}
+OF_RLHF = {  # by algorithm
+    "simpo": {"beta": "2.0", "simpo_gamma": "1.0", "cpo_alpha": "1.0"},
+    "grpo": {
+        **_GENERATING,
+        "beta": "0.04",
+        "num_generations": "8",
+        "loss_type": "grpo",
+        "top_p": "0.9",
+        "top_k": "50",
+    },
+    "ppo": {**_GENERATING, "beta": "0.05", "num_iterations": "4"},
+    "gkd": {**_GENERATING, "beta": "0.5"},
+}
+# Defaults that do not count where another option says the same.
+INSTEAD_OF = {
+    "warmup_ratio": "warmup_steps",
+    "per_device_batch_size": "global_batch_size",
+    "adam_beta2": "optimizer",
+    "save_steps": "save_strategy",
+}

@@ -1,0 +1,54 @@
+"""What a command of ms-swift's asks of its model: what its name says of it, or the config of its folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from shardproof.train.model.lacking import OF_SWIFT
+
+
+def looks_or_hears(model: str) -> bool:
+    """Whether the name of a model says that it takes more than text."""
+    return bool(re.search(r"omni|audio|vision|llava|internvl|minicpm-?[vo]|gemma-?3|(^|[-_/.\d])vl", model.lower()))
+
+
+def without_parts(values: dict[str, list[str]], given: Collection[str], notes: list[str]) -> None:
+    """Leave out what is said of the parts of a model of text: nothing there, where it has none."""
+    config = _config_of(values.get("model", [""])[0])
+    if not config or any(re.search("vis|vit|aud|image|thinker", name) for name in config):
+        return
+    for option, theirs in OF_SWIFT.items():
+        if option in values and not {*given}.isdisjoint(theirs):
+            said = f"--{option.replace('_', '-')} {' '.join(values.pop(option))}"
+            notes.append(f"{said} is left out: {values['model'][0]} is a model of text, of whose parts it says nothing")
+
+
+def token_side(model: str) -> int | None:
+    """Of what square of pixels one of these models makes a token, where its config or its name says it."""
+    sees = _config_of(model).get("vision_config") or {}
+    if {"patch_size", "spatial_merge_size"} <= {*sees}:
+        return int(sees["patch_size"] * sees["spatial_merge_size"])
+    named = re.search(r"qwen-?(2(?:\.5)?|3(?:\.\d)?)-?(vl|omni)?", model.lower())
+    if named is None or not (named[2] or named[1].startswith("3.")):
+        return None
+    return 28 if named[1].startswith("2") else 32
+
+
+def longest(model: str) -> int | None:
+    """How many tokens the model of a folder can hold, by its config."""
+    config = _config_of(model)
+    found = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
+def _config_of(model: str) -> dict[str, Any]:
+    """The config of a folder with a model; empty where there is none."""
+    try:
+        found = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

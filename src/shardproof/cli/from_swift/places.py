@@ -1,0 +1,121 @@
+"""ms-swift's commands about a finished model: what they say in options that have another name here, or no name, since
+the run and the folder to write to stand in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from shardproof.cli.from_swift.missing import missing
+from shardproof.cli.from_swift.options import VALUES, as_words, ours, split_options
+from shardproof.errors import ConfigError
+from shardproof.train.options.option import flag
+
+# The run, by what tells most about it: adapters know the model that they are on.
+RUN = ("adapters", "ckpt_dir", "resume_from_checkpoint", "model", "model_id_or_path")
+
+RENAMED = {
+    "infer": {"val_dataset": "dataset", "max_batch_size": "batch_size"},
+    "export": {"torch_dtype": "dtype"},
+}
+WITHOUT_EFFECT = {
+    "infer": {
+        "merge_lora": "adapters answer as they are",
+        "torch_dtype": "weights keep the dtype of their files",
+        "attn_impl": "the model's own",
+        "load_data_args": "--val-dataset names the rows",
+        "load_args": "what a run has said of its template and system message holds, always",
+        "write_batch_size": "each answer is written when it is there",
+        "strict": "--bad-rows stop is what happens here",
+        **dict.fromkeys(("max_length", "truncation_strategy"), "questions are as long as they are"),
+        "device_map": "--nproc shards the model over processes",
+        "val_dataset_shuffle": "answers are in the order of the rows",
+        **dict.fromkeys(("task_type", "num_labels", "problem_type"), "the model says what it does"),
+    },
+    "export": {
+        "merge_lora": "adapters are merged, always",
+        "template": "the template goes with the tokenizer",
+        "device_map": "weights are merged in the memory of this machine",
+        "merge_device_map": "weights are merged in the memory of this machine",
+    },
+}
+# By command and option: values that say what happens anyway, and what to do for the others.
+INSTEAD = {
+    ("infer", "infer_backend"): (("pt", "transformers"), "'shardproof export', then 'vllm serve FOLDER'"),
+    ("infer", "logprobs"): (("none", "false"), "'shardproof export', then 'vllm serve FOLDER'"),
+    ("infer", "top_logprobs"): (("none",), "'shardproof export', then 'vllm serve FOLDER'"),
+    ("infer", "val_dataset_sample"): (("none",), "--val-dataset FILE#N takes N rows"),
+    ("infer", "split_dataset_ratio"): (("0", "0.0", "0."), "--val-dataset names the rows"),
+    ("infer", "model_revision"): (("none",), "'hf download MODEL --revision X --local-dir FOLDER', and that folder"),
+    ("export", "model_revision"): (("none",), "'hf download MODEL --revision X --local-dir FOLDER', and that folder"),
+    ("export", "to_cached_dataset"): (
+        ("false",),
+        "rows are encoded in each run; sft --row-cache keeps those with files",
+    ),
+    ("export", "hub_model_id"): (("none",), "'hf upload NAME FOLDER' afterwards"),
+    ("export", "dataset"): (("none",), "quantise the folder that is written, with a tool for it"),
+    ("export", "to_mcore"): (("false",), "a tool of Megatron's reads the folder that is written"),
+    ("export", "push_to_hub"): (("false",), "'hf upload NAME FOLDER' afterwards"),
+    ("export", "quant_bits"): (("none",), "quantise the folder that is written, with a tool for it"),
+    ("export", "quant_method"): (("none",), "quantise the folder that is written, with a tool for it"),
+    ("export", "to_ollama"): (("false",), "'ollama create' reads the folder that is written"),
+    ("export", "to_peft_format"): (("false",), "the adapters of a run are PEFT's"),
+}
+
+
+def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
+    """A command line in which Swift's options have our names and places.
+
+    Args:
+        command: infer or export.
+        argv: options with hyphens.
+        known: the command's own options, with underscores.
+
+    Returns: the command line, and what in it has no effect here.
+
+    Raises:
+        ConfigError: an option has no equivalent, or something stands there twice.
+    """
+    places: list[str] = []
+    words: list[str] = []
+    notes: list[str] = []
+    runs: dict[str, str] = {}
+    target: str | None = None
+    for given, values in split_options(argv, places):
+        name, text = given[2:].replace("-", "_"), " ".join(values)
+        if name in RUN:
+            if len(values) != 1 or name in runs:
+                raise ConfigError(f"{given} {text}: one folder is meant.")
+            runs[name] = text
+        elif command == "export" and name == "output_dir":
+            target = text
+        elif name in RENAMED[command]:
+            option = RENAMED[command][name]
+            meant = VALUES["precision"] if option == "dtype" else {}
+            words += [flag(option), *(meant.get(value.lower(), value) for value in values)]
+        elif name in WITHOUT_EFFECT[command]:
+            notes.append(f"{given} ({WITHOUT_EFFECT[command][name]})")
+        elif (command, name) in INSTEAD:
+            harmless, instead = INSTEAD[command, name]
+            if text.lower() not in harmless:
+                raise missing(f"{given} {text}", instead)
+            notes.append(f"{given} (that is what happens here)")
+        else:  # as in a run, which has what Swift takes everywhere
+            found = ours(name, values, known)
+            if isinstance(found, str):
+                notes.append(f"{given} ({found})")
+            elif found is None or not all(option in known for option, _ in found):
+                words += as_words(given, values)
+            else:
+                words += [w for option, said in found for w in as_words(flag(option), said)]
+    if not runs and target is None:
+        return [*places, *words], notes
+    named = next((name for name in RUN if name in runs), None)
+    if named is not None and places:
+        raise ConfigError(f"{flag(named)} and {places[0]} both name the run. Give one of them.")
+    notes += [f"{flag(name)} (--{named} says it)" for name in RUN if name in runs and name != named]
+    if command == "export" and len(places) < 2:
+        source = runs[named] if named is not None else "".join(places)
+        places = [source, target if target is not None else f"{source.rstrip('/')}-merged"]
+    elif named is not None:
+        places = [runs[named]]
+    return [*places, *words], notes

@@ -1,0 +1,176 @@
+"""The commands of ms-swift in a text for a shell: variables and options, without what the shell does around it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from dataclasses import dataclass, field
+
+from shardproof.cli.elsewhere import COMMANDS
+from shardproof.cli.from_swift.options import VARIABLES
+from shardproof.errors import ConfigError
+from shardproof.train.options.option import flag
+
+# Whichever begins first: a comment may hold a lone quote, and a text a line that begins with '#'.
+_QUOTED_OR_COMMENT = re.compile(r"('[^']*'|\"(?:[^\"\\]|\\.)*\")|(?<!\S)#[^\n]*")
+_REDIRECTION = re.compile(r"(?<![^\s;|&])(?:\d+|&)?(?:>>|>|<)(?:&\d|&-|\s*[^\s;|&]+)")
+_SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)|\$\(\s*expr\s([^()]*)\)|`\s*expr\s([^`]*)`")
+# Commands of Swift that are read, and of others what does their work.
+_OTHERS = {
+    **{name: f"In place of 'swift {name}': {instead}." for name, instead in COMMANDS.items()},
+}
+_IN_FRONT = ("nohup", "env", "exec", "time", "then", "do", "else", "{", "(")  # of a command
+READ = ("sft", "rlhf", "infer", "export")
+_BLANK = "\x01"  # in a sum, which is one word
+_SEPARATOR = re.compile(r"\n|;|&&|\|\||\||&")
+
+
+@dataclass
+class Line:
+    """A command in a text.
+
+    Attributes:
+        command: one of READ.
+        options: names with underscores and their values, in order; an option that stands there twice does so here.
+        variables: what is assigned in front of the command, or above it.
+        dressed: whether a redirection, a pipe or the background was left out.
+    """
+
+    command: str
+    options: list[tuple[str, list[str]]] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    dressed: bool = False
+
+
+def read(text: str) -> list[Line]:
+    """The commands of Swift's in a text, in order.
+
+    Raises:
+        ConfigError: there is none, or it is no shell command.
+    """
+    commands, dressed = _commands(text)
+    variables: dict[str, str] = {}
+    found: list[Line] = []
+    for words in commands:
+        words, before = [_filled(word, variables) for word in words], dict(variables)
+        starts = [i for i, word in enumerate(words[:-1]) if word == "swift" and words[i + 1] in (*READ, "pt")]
+        for word in words[: starts[0]] if starts else words:
+            name, is_assignment, value = word.partition("=")
+            if is_assignment and name.isidentifier():
+                variables[name] = value
+        if starts:
+            line = _line(words[starts[0] + 1 :], dict(variables))
+            line.dressed = dressed or "nohup" in words[: starts[0]]
+            found.append(line)
+            variables = before  # what stands in front of a command is its own
+    if not found:
+        hints = [hint for name, hint in _OTHERS.items() if re.search(rf"\bswift {name}\b", " ".join(text.split()))]
+        none = "There is no 'swift sft', 'rlhf', 'infer' or 'export' in this text."
+        raise ConfigError("\n".join([none, *hints]))
+    return found
+
+
+def not_read(text: str) -> list[str]:
+    """What does the work of each other command of Swift's in a text, which `read` passes over."""
+    found = []
+    for words in _commands(text)[0]:
+        at = next((i for i, word in enumerate(words) if "=" not in word and word not in _IN_FRONT), len(words))
+        if words[at : at + 1] == ["swift"] and words[at + 1 : at + 2] not in ([], ["pt"], *([name] for name in READ)):
+            name = words[at + 1]
+            found.append(_OTHERS.get(name, f"'swift {name}': a command of ms-swift without equivalent here."))
+    return list(dict.fromkeys(found))
+
+
+def _commands(text: str) -> tuple[list[list[str]], bool]:
+    """The words of each command of a text, and whether something was left out that the shell does around them."""
+    text = _SUM.sub(lambda match: re.sub(r"\s", _BLANK, match[0]), text)
+    quotes: list[str] = []
+
+    def stash(match: re.Match[str]) -> str:
+        if not match[1]:
+            return ""
+        quotes.append(match[1])
+        return f"\x00{len(quotes) - 1}\x00"
+
+    text = _QUOTED_OR_COMMENT.sub(stash, text)
+    text = re.sub(r"\\[ \t]*\r?\n", " ", text)
+    text = re.sub(r"\n\s*(?=--)", " ", text)
+    bare = _REDIRECTION.sub(" ", text)
+    parts = _SEPARATOR.split(bare)
+    commands = []
+    for part in parts:
+        whole = re.sub("\x00(\\d+)\x00", lambda match: quotes[int(match[1])], part)
+        try:
+            commands.append(shlex.split(whole))
+        except ValueError as error:
+            raise ConfigError(f"This is no shell command: {error}.") from None
+    return commands, bare != text or bool(re.search(r"[|&]", bare))
+
+
+def _filled(word: str, variables: dict[str, str]) -> str:
+    """A word with the values of the text's variables, and with its sums done; of others the text does not say what they
+    are."""
+
+    def value(match: re.Match[str]) -> str:
+        return variables.get(match[1] or match[2], match[0])
+
+    def summed(match: re.Match[str]) -> str:
+        text = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[1] or match[2] or match[3])
+        try:
+            return str(_worth(ast.parse(text.strip(), mode="eval").body))
+        except (SyntaxError, ArithmeticError, ValueError):
+            return match[0]
+
+    filled = re.sub(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", value, word).replace(_BLANK, " ")
+    return _SUM.sub(summed, filled)
+
+
+def _worth(node: ast.expr) -> int:
+    """The value of a sum of whole numbers, as a shell has it: a division is cut towards 0.
+
+    Raises:
+        ArithmeticError, ValueError: it divides by 0, or is no such sum.
+    """
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_worth(operand)
+        case ast.BinOp(left=left, op=op, right=right):
+            a, b = _worth(left), _worth(right)
+            match op:
+                case ast.Add():
+                    return a + b
+                case ast.Sub():
+                    return a - b
+                case ast.Mult():
+                    return a * b
+                case ast.Div():
+                    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+                case ast.Mod():
+                    return abs(a) % abs(b) * (1 if a >= 0 else -1)
+    raise ValueError("no sum of whole numbers")
+
+
+def _line(words: list[str], variables: dict[str, str]) -> Line:
+    if words[0] == "pt":
+        raise ConfigError(f"In place of 'swift pt': {COMMANDS['pt']}.")
+    line = Line(words[0], variables=variables)
+    for word in words[1:]:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            line.options.append((name.replace("-", "_"), [value] if value else []))
+        elif line.options:
+            line.options[-1][1].append(word)
+        else:
+            raise ConfigError(f"{word}: a file of options has no defaults of ms-swift. {CONFIG}")
+    shown = [(f"{flag(name)} {' '.join(given)}", " ".join(given)) for name, given in line.options]
+    shown += [(f"{name}={value}", value) for name, value in variables.items() if name in VARIABLES]
+    for whole, value in shown:
+        if unknown := re.search(r"\$\(.*\)|\$[A-Za-z_{(]\S*", value):
+            raise ConfigError(f"{whole}: the text does not say what {unknown[0]} is. Put its value there.")
+    return line
+
+
+CONFIG = "Give its options on the command line, or run it here: 'shardproof sft --config FILE' takes Swift's names."

@@ -1,0 +1,299 @@
+"""Options of ms-swift whose values say something else here, each with what turns it into ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from shardproof.cli.from_swift.missing import missing
+from shardproof.data.forms.formats import FIELDS
+from shardproof.errors import ConfigError
+from shardproof.train.options.option import BEGINNINGS, REPORTS
+
+HIDES = ("_", "-")  # fields that no row has, to which Swift's own lists of columns bring what is not to be read
+Ours = list[tuple[str, list[str]]]  # our option and its values
+
+
+def _precision(name: str, values: list[str]) -> Ours:
+    """`--bf16 true` and `--fp16 true`."""
+    on = not values or values[0].lower() in ("true", "yes", "1")
+    return [("precision", [name])] if on else []
+
+
+def _scheduler_kwargs(values: list[str]) -> Ours:
+    text = " ".join(values)
+    if not text.lstrip().startswith("{"):
+        return [("lr_scheduler_kwargs", values)] if text.lower() != "none" else []  # in our own form
+    try:
+        found = json.loads(text, parse_float=str, parse_int=str)
+    except ValueError:
+        raise ConfigError(f"--lr-scheduler-kwargs {text} is no JSON object.") from None
+    return [("lr_scheduler_kwargs", [f"{name}={value}" for name, value in found.items()])]
+
+
+def _checkpointing(values: list[str]) -> Ours:
+    try:
+        wanted = json.loads(" ".join(values))
+        unknown = set(wanted) - {"use_reentrant"}
+    except (ValueError, TypeError):
+        raise ConfigError(f"--gradient-checkpointing-kwargs {' '.join(values)} is no JSON object.") from None
+    if unknown:
+        raise ConfigError(f"--gradient-checkpointing-kwargs: {', '.join(sorted(unknown))} has no equivalent here.")
+    return [("checkpointing_reentrant", ["yes" if wanted.get("use_reentrant") else "no"])]
+
+
+def _sampling(values: list[str]) -> Ours:
+    """transformers 5 calls it so, and Swift hands it on."""
+    return [("group_by_length", ["yes"])] if values == ["group_by_length"] else []
+
+
+# transformers' names of the optimizers that are here.
+OPTIM = {
+    "adamw_torch": "",
+    "adamw_torch_fused": "",
+    "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "adafactor": "adafactor",
+}
+
+
+def _optim(values: list[str]) -> Ours:
+    name = " ".join(values).lower()
+    if name not in OPTIM and name != "none":
+        others = "another optimizer comes with --external-plugins and --optimizer"
+        raise missing(f"--optim {name}", f"there is {', '.join(OPTIM)}, and {others}")
+    found = OPTIM.get(name)
+    return [("optimizer", [found])] if found else []
+
+
+# Swift's own optimizers that other options ask for here.
+ASKED_BY = {
+    "lorap": "--lorap-lr-ratio 16 is LoRA+ with any optimizer: leave --optimizer out",
+    "multimodal": "--part-learning-rates goes with any optimizer: leave --optimizer out",
+}
+
+
+def _optimizer(values: list[str]) -> Ours:
+    name = " ".join(values).lower()
+    if name in ASKED_BY:
+        raise missing(f"--optimizer {name}", ASKED_BY[name])
+    return [("optimizer", values)]
+
+
+def _report_to(values: list[str]) -> Ours:
+    if others := [name for name in ",".join(values).split(",") if name.lower() not in REPORTS]:
+        raise missing(f"--report-to {' '.join(others)}", f"there is {', '.join(REPORTS)}")
+    return [("report_to", values)]
+
+
+def _bits(values: list[str]) -> Ours:
+    """Of a base, packed by bitsandbytes."""
+    bits = " ".join(values).lower()
+    if bits not in ("4", "none"):
+        raise missing(f"--quant-bits {bits}", "--quantize nf4 keeps a frozen base in four bits")
+    return [("quantize", ["nf4"])] if bits == "4" else []
+
+
+def _init_weights(values: list[str]) -> Ours:
+    """Of adapters, in PEFT's words."""
+    name = " ".join(values)
+    if name.lower() in ("true", "none"):
+        return []
+    if name.lower() == "false":
+        why = "adapters would begin at random and change the model"
+        raise missing("--init-weights false", f"{why}. There is {BEGINNINGS}")
+    return [("init_lora_weights", values)]
+
+
+def _sleep(values: list[str]) -> Ours:
+    """Of a vLLM in the processes; at Swift's level 1 it keeps its weights on the host, and is given them here."""
+    return [] if " ".join(values).lower() in ("0", "none") else [("vllm_sleep", ["yes"])]
+
+
+RANKING = {  # Swift 3 had four
+    **dict.fromkeys(("pointwise_reranker", "reranker", "generative_reranker"), "pointwise"),
+    **dict.fromkeys(("listwise_reranker", "listwise_generative_reranker"), "listwise"),
+}
+
+
+def _loss_type(values: list[str]) -> Ours:
+    """A loss of embeddings, of rerankers or a plugin's, of sft; DFT has a name of its own there."""
+    value = " ".join(values)
+    if value.lower() == "none":
+        return []
+    if value == "online_contrastive":
+        takes = "--task embedding takes --loss infonce, cosine_similarity and contrastive"
+        raise missing(f"--loss-type {value}", takes)
+    return [("loss_type", values)] if value in ("nll", "dft") else [("loss", [RANKING.get(value, value)])]
+
+
+def _dft(values: list[str]) -> Ours:
+    on = not values or values[0].lower() in ("true", "yes", "1")
+    return [("loss_type", ["dft"])] if on else []
+
+
+def _rope(values: list[str]) -> Ours:
+    """A kind (`yarn`), or a JSON object of a kind and a factor."""
+    text = " ".join(values)
+    if text.lower() == "none":
+        return []
+    if not text.lstrip().startswith("{"):
+        return [("rope_scaling", values if "=" in text else [f"type={text}"])]
+    try:
+        said = json.loads(text)
+    except ValueError:
+        raise ConfigError(f"--rope-scaling {text} is no JSON object.") from None
+    said = {("type" if name == "rope_type" else name): value for name, value in said.items()}
+    return [("rope_scaling", [f"{name}={value}" for name, value in said.items()])]
+
+
+def _columns(values: list[str]) -> Ours:
+    """Swift maps a file's column to its field; here a field names its column. A name that means nothing hides a
+    column there."""
+    try:
+        said = json.loads(" ".join(values)).items()
+    except (ValueError, AttributeError):
+        return [("columns", values)]  # in our own form
+    fields: dict[str, str] = {}
+    hidden: list[str] = []
+    for column, field in said:
+        if field in fields:
+            raise ConfigError(
+                f"--columns: {fields[field]!r} and {column!r} are both to be {field!r}. Name one of them."
+            )
+        if field in HIDES:
+            hidden.append(column)
+        else:
+            fields[field] = column
+    for column in hidden:
+        if column in FIELDS and column not in fields:
+            raise ConfigError(f"--columns: {column!r} is read where a row has it. Take that column out of the rows.")
+    return [("columns", [f"{field}={column}" for field, column in fields.items()])] if fields else []
+
+
+def _rpo(values: list[str]) -> Ours:
+    """DPO plus so much of learning the better answer: two losses of TRL's."""
+    if not values or values[0].lower() == "none":
+        return []
+    return [("loss_type", ["sigmoid", "sft"]), ("loss_weights", ["1", *values])]
+
+
+def _thinking(values: list[str]) -> Ours:
+    """A variable of the templates that know it."""
+    value = " ".join(values).lower()
+    return [("template_variables", [f"enable_thinking={value or 'true'}"])] if value != "none" else []
+
+
+TASKS = ("causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker")
+
+
+def _task(values: list[str]) -> Ours:
+    name = " ".join(values).lower()
+    if name not in (*TASKS, "none"):
+        raise missing(f"--task-type {name}", f"there is {', '.join(TASKS)}")
+    return [("task", [name])] if name in TASKS else []
+
+
+def _max_steps(values: list[str]) -> Ours:
+    """Transformers' -1 leaves it to the epochs."""
+    return [("max_steps", values)] if values != ["-1"] else []
+
+
+def _scale_rewards(values: list[str]) -> Ours:
+    """It was yes or no before it named a group, in TRL, too."""
+    meant = {"true": "group", "false": "none"}
+    return [("scale_rewards", [meant.get(value.lower(), value) for value in values])]
+
+
+def _label_names(values: list[str]) -> Ours:
+    """Transformers' name of what holds labels, which they have here, too; otherwise ours, of the labels."""
+    return [("label_names", values)] if values != ["labels"] else []
+
+
+def _use_template(values: list[str]) -> Ours:
+    """Without a template classifiers read plain text."""
+    return [("plain", ["yes"])] if " ".join(values).lower() in ("false", "no", "0") else []
+
+
+# The towers are one for Swift.
+TOWERS = {"llm": ["llm"], "vit": ["vision", "audio"], "aligner": ["aligner"]}
+
+
+def _freeze(name: str, values: list[str]) -> Ours:
+    frozen = not values or values[0].lower() in ("true", "yes", "1")
+    return [("freeze", TOWERS[name])] if frozen else []
+
+
+def _rate(name: str, values: list[str]) -> Ours:
+    if not values or values[0].lower() == "none":
+        return []
+    return [("part_learning_rates", [f"{part}={values[0]}" for part in TOWERS[name]])]
+
+
+# Of rlhf, what TRL calls them.
+OF_TRL = {
+    "top_entropy_quantile": "top_entropy_quantile",
+    "tau_pos": "sapo_temperature_pos",
+    "tau_neg": "sapo_temperature_neg",
+    "ref_model_mixup_alpha": "ref_model_mixup_alpha",
+    "center_rewards_coefficient": "center_rewards_coefficient",
+    "f_divergence_type": "f_divergence_type",
+    "ld_alpha": "ld_alpha",
+    "discopop_tau": "discopop_tau",
+}
+
+
+RL = (*OF_TRL, "rpo_alpha", "scale_rewards")  # special ones of rlhf alone
+
+
+def _of_trl(name: str, values: list[str]) -> Ours:
+    if not values or values[0].lower() == "none":
+        return []
+    return [("trl_arguments", [f"{name}={values[0]}"])]
+
+
+# Options that several of Swift's add to.
+ADDED = ("freeze", "part_learning_rates", "trl_arguments")
+
+NLG = ["rouge_l", "bleu"]
+# What evaluations of embeddings and rerankers tell in any case.
+TOLD_ANYWAY = "infonce", "paired", "reranker"
+
+
+def _metric(of_answers: Mapping[str, list[str]], values: list[str]) -> Ours:
+    """What answers are judged by has names of its own there."""
+    name = " ".join(values).lower()
+    if name in ("none", *TOLD_ANYWAY):
+        return []
+    return [("answer_metrics", of_answers[name])] if name in of_answers else [("metrics", values)]
+
+
+SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
+    "lr_scheduler_kwargs": _scheduler_kwargs,
+    **{name: partial(_precision, name) for name in ("bf16", "fp16")},
+    "gradient_checkpointing_kwargs": _checkpointing,
+    "train_sampling_strategy": _sampling,
+    "optim": _optim,
+    "optimizer": _optimizer,
+    "report_to": _report_to,
+    "quant_bits": _bits,
+    "init_weights": _init_weights,
+    "sleep_level": _sleep,
+    "columns": _columns,
+    "rope_scaling": _rope,
+    "loss_type": _loss_type,
+    "enable_dft_loss": _dft,
+    "rpo_alpha": _rpo,
+    "enable_thinking": _thinking,
+    "task_type": _task,
+    "use_chat_template": _use_template,
+    "label_names": _label_names,
+    "max_steps": _max_steps,
+    "eval_metric": partial(_metric, {"nlg": NLG}),
+    "metric": partial(_metric, {"nlg": NLG, "rouge": NLG, "acc": ["exact_match"]}),  # infer's, too
+    "scale_rewards": _scale_rewards,
+    **{theirs: partial(_of_trl, trl) for theirs, trl in OF_TRL.items()},
+    **{f"freeze_{name}": partial(_freeze, name) for name in TOWERS},
+    **{f"{name}_lr": partial(_rate, name) for name in ("vit", "aligner")},
+}

@@ -1,0 +1,1 @@
+"""The processes of a command: on one machine, on several, under Slurm and on Ray."""

@@ -1,0 +1,103 @@
+"""`--launcher ray`: Ray Train places the processes on its cluster, and each runs the command as a rank.
+
+TorchTrainer has the workers, their ranks and the address where they meet. In each of them the command is a process of
+its own: Ray calls what is trained in a thread, and a command listens to signals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardproof.cli.main import FAILURE
+from shardproof.errors import ConfigError
+from shardproof.train.options.config import RunConfig
+
+CODE = "code"  # a file with the exit code, in the folder of Ray's results
+
+
+def launch(config: RunConfig, argv: Sequence[str]) -> int:
+    """Run the command `argv` of ours on as many workers as --nproc says; returns the exit code.
+
+    Raises:
+        ConfigError: Ray is not installed, cannot start so many workers, or an option asks for another launcher.
+    """
+    _check(config)
+    try:
+        import ray
+        from ray import train
+        from ray.train.torch import TorchConfig, TorchTrainer
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--launcher ray: {error.name} is missing. pip install 'shardproof[ray]'") from error
+    own = not ray.is_initialized()
+    if own:
+        ray.init(logging_level=logging.ERROR)
+    try:
+        there = ray.cluster_resources()
+        gpus = there.get("GPU", 0) > 0
+        kind = "GPU" if gpus else "CPU"
+        if there.get(kind, 0) < config.nproc:
+            raise ConfigError(
+                f"--launcher ray --nproc {config.nproc}: the cluster has {there.get(kind, 0):.0f} {kind}s. Workers "
+                "would be waited for without end."
+            )
+        place = Path(str(config.output_dir)).expanduser().absolute()
+        results = place.with_name(f"{place.name}.ray")
+        results.mkdir(parents=True, exist_ok=True)
+        trainer = TorchTrainer(
+            _rank,
+            train_loop_config={"argv": list(argv), "folder": os.getcwd(), "results": str(results)},
+            torch_config=TorchConfig(backend="gloo"),  # Ray's own group, which takes no memory of a GPU
+            scaling_config=train.ScalingConfig(num_workers=config.nproc, use_gpu=gpus),
+            run_config=train.RunConfig(storage_path=str(results.parent), name=results.name),
+        )
+        try:
+            trainer.fit()
+        except Exception as error:  # whatever Ray makes of a worker that is gone
+            print(f"error: Ray could not run the workers to their end: {error}", file=sys.stderr)
+            return FAILURE
+        code = int((results / CODE).read_text())
+        shutil.rmtree(results, ignore_errors=True)
+        return code
+    finally:
+        if own:
+            ray.shutdown()
+
+
+def _check(config: RunConfig) -> None:
+    if config.output_dir is None:
+        raise ConfigError("--launcher ray needs --output-dir: a folder that all nodes of the cluster share.")
+    if config.max_restarts:
+        raise ConfigError("--launcher ray and --max-restarts: start the command again with --resume auto instead.")
+    if (config.nnodes or os.environ.get("NNODES", "1")) != "1":
+        raise ConfigError("--launcher ray and NNODES: Ray knows its nodes; --nproc says how many processes in all.")
+
+
+def _rank(job: dict[str, Any]) -> None:
+    """What a worker of Ray does."""
+    import torch.distributed as dist
+
+    box = [_free_port() if dist.get_rank() == 0 else 0]  # MASTER_PORT is where Ray's own group meets
+    dist.broadcast_object_list(box)
+    command = [sys.executable, "-m", "shardproof", *job["argv"]]
+    environment = {**os.environ, "MASTER_PORT": str(box[0])}
+    with contextlib.suppress(FileNotFoundError):  # a folder of the one who started it only
+        os.chdir(job["folder"])
+    codes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(codes, subprocess.run(command, env=environment).returncode)
+    if dist.get_rank() == 0:  # Ray hands on only what is reported with a checkpoint of its own
+        Path(job["results"], CODE).write_text(str(max(abs(code) for code in codes)))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

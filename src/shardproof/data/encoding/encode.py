@@ -1,0 +1,396 @@
+"""From rows to token ids and labels, and from those to a padded batch."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from shardproof.data.encoding.beside import in_order
+from shardproof.data.encoding.columns import Columns
+from shardproof.data.encoding.seen import Seen, refusals
+from shardproof.data.encoding.template import Span, Template
+from shardproof.data.forms.learnt import all_but_unlearnt, only_last_answer, past_empty_thoughts
+from shardproof.data.forms.parts import Problem, parts_of
+from shardproof.data.rows import BadRow, BadRows, Places, Row, Rows, describe_bad, pass_over
+from shardproof.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import datasets
+    import torch
+
+T = TypeVar("T")
+
+IGNORE = -100  # the label that cross entropy leaves out
+CUT = "let rows be cut with --truncation"
+
+Truncation = Literal["drop", "right", "left", "split", "raise"]
+Learnt = Literal["answer", "last_round", "all", "answer+ignore_empty_think", "last_round+ignore_empty_think"]
+Labelled = tuple[MutableSequence[int], MutableSequence[int]]  # token ids and labels
+
+_BATCH = 512  # rows tokenised in one call
+_PART = 64  # rows that a process hands over at once
+_FEW = 2000  # rows, encoded in a second or two: up to here processes are not worth their start
+
+
+@dataclass
+class EncodeReport:
+    """What became of the rows. `kept + dropped + unlearnable == rows`; `truncated` rows are among the kept ones, and so
+    are those that became several: `pieces`."""
+
+    rows: int = 0
+    kept: int = 0
+    truncated: int = 0
+    dropped: int = 0  # longer than max_length
+    unlearnable: int = 0  # truncation cut off every token of the answer
+    tokens: int = 0
+    learnt_tokens: int = 0
+    longest: int = 0  # tokens, before truncation
+    shortest: int = 0
+    split: int = 0
+    pieces: int = 0
+
+    def take(
+        self,
+        row: Row,
+        ids: MutableSequence[int],
+        labels: MutableSequence[int],
+        max_length: int | None,
+        truncation: Truncation,
+    ) -> list[Labelled]:
+        """Count a row. Returns what is learnt of it: one part as a rule, several where it is split, or none.
+
+        Raises:
+            DataError: it is too long, and that is an error.
+        """
+        length = len(ids)
+        self.longest = max(self.longest, length)
+        self.shortest = min(self.shortest or length, length)
+        if max_length is not None and length > max_length:
+            if truncation == "raise":
+                raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {max_length}.")
+            if truncation == "split" and IGNORE not in labels[1:]:
+                return self._take_pieces(ids, labels, max_length)
+            if truncation in ("drop", "split"):
+                self.dropped += 1
+                return []
+            part = slice(max_length) if truncation == "right" else slice(length - max_length, length)
+            ids, labels = ids[part], labels[part]
+        learnt = len(labels) - labels.count(IGNORE)
+        if learnt == 0 or (learnt == 1 and labels[0] != IGNORE):  # the first token is never predicted
+            self.unlearnable += 1
+            return []
+        self.kept += 1
+        self.truncated += len(ids) < length
+        self.tokens += len(ids)
+        self.learnt_tokens += learnt
+        return [(ids, labels)]
+
+    def _take_pieces(self, ids: MutableSequence[int], labels: MutableSequence[int], size: int) -> list[Labelled]:
+        """A long text, one piece after the other; a last token alone has nothing to be predicted from."""
+        parts = [slice(start, start + size) for start in range(0, len(ids) - 1, size)]
+        pieces: list[Labelled] = [(ids[part], labels[part]) for part in parts]
+        self.kept += 1
+        self.split += 1
+        self.pieces += len(pieces)
+        self.tokens += sum(len(piece) for piece, _ in pieces)
+        self.learnt_tokens += sum(len(piece) - piece.count(IGNORE) for _, piece in pieces)
+        return pieces
+
+    def plus(self, other: EncodeReport) -> EncodeReport:
+        """Of these rows and those together."""
+        shortest = [one.shortest for one in (self, other) if one.rows]
+        added = ("rows", "kept", "truncated", "split", "pieces", "dropped", "unlearnable", "tokens", "learnt_tokens")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in added}
+        return EncodeReport(**sums, longest=max(self.longest, other.longest), shortest=min(shortest, default=0))
+
+    def __str__(self) -> str:
+        parts = [f"{self.kept} rows, {self.tokens} tokens, {self.learnt_tokens} of them learnt"]
+        if self.truncated:
+            parts.append(f"{self.truncated} rows cut")
+        if self.split:
+            parts.append(f"{self.split} rows split into {self.pieces}")
+        if self.dropped:
+            parts.append(f"{self.dropped} rows left out as too long (the longest: {self.longest} tokens)")
+        if self.unlearnable:
+            parts.append(f"{self.unlearnable} rows left out because the cut took their whole answer")
+        return "; ".join(parts)
+
+
+def encode_rows(
+    rows: Iterable[Row],
+    tokenizer: Any,
+    *,
+    max_length: int | None,
+    loss: Learnt = "answer",
+    truncation: Truncation = "drop",
+    system: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+    bad_rows: BadRows = "stop",
+    workers: int = 0,
+) -> datasets.Dataset:
+    """Tokenise rows and say which tokens are learnt.
+
+    Chat rows go through the tokenizer's chat template. Rows of plain prompt and completion are joined as they stand,
+    behind the tokenizer's begin-of-text token if it uses one, and closed by its end-of-text token.
+
+    Args:
+        rows: what `read_rows` gave, or any rows.
+        tokenizer: of transformers.
+        max_length: tokens; None for no limit.
+        loss: `answer` learns the answers and the tokens that end them; `last_round` learns the last answer of a
+            conversation and no other; `all` learns every token. With `+ignore_empty_think` a thought of nothing at the
+            beginning of an answer, which templates put there, is not learnt.
+        truncation: what happens to a longer row: it is left out (`drop`), loses its last (`right`) or first (`left`)
+            tokens, or is an error (`raise`). A row whose cut takes every learnt token is left out. `split` makes rows
+            of it where all is learnt, as of raw text, and leaves out others.
+        system: the system message of chat rows that have none.
+        variables: what the chat template gets besides messages and tools, such as `enable_thinking`.
+        bad_rows: as for `read_rows`, of rows that have files, or of which the template refuses or loses something.
+        workers: processes that encode `Rows`, where there are many; 0 does it in this one.
+
+    Returns:
+        A dataset with the columns `input_ids` and `labels` (-100 where nothing is learnt), in the order of the rows.
+        Its attribute `report` is an `EncodeReport`, and `places` says where its rows stand.
+
+    Raises:
+        ConfigError: rows of messages and a tokenizer without a chat template, or one whose answers cannot be found.
+        DataError: a row cannot be used; a row is too long and may not be; no row is left.
+    """
+    checked_length(max_length)
+    encoder = Encoder(tokenizer, loss, system, variables, bad_rows)
+    report, columns, places = EncodeReport(), Columns(), Places()
+    bad: list[BadRow] = []
+    for row, labelled in learnt_of(walk(rows, encoder.packed, workers), max_length, truncation, report, bad):
+        columns.append(*labelled)
+        places.append(row)
+    pass_over(rows, bad, report.rows, bad_rows)
+    if not report.kept:
+        raise DataError(nothing_left(report, max_length, bad))
+    dataset = columns.dataset()
+    dataset.report, dataset.places = report, places
+    return dataset
+
+
+def learnt_of(
+    encoded: Iterable[tuple[Row, Labelled | str]],
+    max_length: int | None,
+    truncation: Truncation,
+    report: EncodeReport,
+    bad: list[BadRow],
+) -> Iterator[tuple[Row, Labelled]]:
+    """What is learnt of rows as `Encoder` gives them. `report` counts them, `bad` takes those that cannot be used."""
+    for row, outcome in encoded:
+        if isinstance(outcome, str):
+            bad.append(BadRow(row.source, row.line, outcome))
+            continue
+        report.rows += 1
+        for part in report.take(row, *outcome, max_length, truncation):
+            yield row, part
+
+
+def walk(
+    rows: Iterable[Row], make: Callable[[Iterable[Row]], Iterable[tuple[Row, T]]], workers: int
+) -> Iterator[tuple[Row, T]]:
+    """What `make` makes of each row, by processes where that is worth it: rows come without what is in them then."""
+    if workers < 2 or not isinstance(rows, Rows) or len(rows) <= _FEW:
+        yield from make(rows)
+        return
+
+    def part(number: int) -> list[tuple[Row, T]]:
+        done = make(map(rows.__getitem__, range(len(rows))[number * _PART : (number + 1) * _PART]))
+        return [(Row([], row.source, row.line, kind=row.kind), made) for row, made in done]
+
+    for outcomes in in_order(part, -(-len(rows) // _PART), workers):
+        yield from outcomes
+
+
+def collate(features: Sequence[Mapping[str, Sequence[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """One batch: rows padded on the right to the longest of them.
+
+    Args:
+        features: rows with `input_ids` and `labels`.
+        pad_token_id: what `input_ids` are padded with; labels are padded with -100.
+
+    Returns:
+        `input_ids`, `attention_mask` and `labels`, each int64 of shape (rows, length).
+    """
+    import torch
+
+    length = max(len(feature["input_ids"]) for feature in features)
+    input_ids = torch.full((len(features), length), pad_token_id)
+    attention_mask = torch.zeros((len(features), length), dtype=torch.int64)
+    labels = torch.full((len(features), length), IGNORE)
+    for i, feature in enumerate(features):
+        n = len(feature["input_ids"])
+        input_ids[i, :n] = torch.as_tensor(feature["input_ids"])
+        attention_mask[i, :n] = 1
+        labels[i, :n] = torch.as_tensor(feature["labels"])
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+def checked_length(max_length: int | None) -> None:
+    """Raise ConfigError for a longest row that can hold nothing."""
+    if max_length is not None and max_length < 2:
+        raise ConfigError(f"--max-length {max_length} leaves no room for a question and an answer; take at least 2.")
+
+
+def nothing_left(report: EncodeReport, max_length: int | None, bad: Sequence[BadRow] = (), shorter: str = CUT) -> str:
+    """Why no row is left to train on; `bad`: those that were left out beside the counted ones; `shorter`: what makes
+    rows shorter."""
+    if bad:
+        told = describe_bad(bad, report.rows + len(bad), None, "")
+        return f"{nothing_left(report, max_length, shorter=shorter)}\n{told}"
+    if not report.rows:
+        return "There is no row to train on."
+    if report.dropped == report.rows:
+        return (
+            f"Every row is longer than --max-length {max_length}: the {report.rows} rows have {report.shortest} to"
+            f" {report.longest} tokens.\nRaise --max-length, or {shorter}."
+        )
+    return (
+        f"No row has an answer within --max-length {max_length}: of {report.rows} rows {report.dropped} are too long"
+        f" and {report.unlearnable} have no token left to learn.\nRaise --max-length."
+    )
+
+
+class Encoder:
+    """Rows to token ids and labels. Of `bad_rows` those are bad, too, whose answers cannot be found."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        loss: Learnt,
+        system: str | None,
+        variables: Mapping[str, Any] | None,
+        bad_rows: BadRows = "stop",
+    ) -> None:
+        self._tokenizer = tokenizer
+        learnt, _, but = loss.partition("+")
+        self._all, self._last, self._skips_thoughts = learnt == "all", learnt == "last_round", bool(but)
+        self._system = system
+        self._variables = dict(variables or {})
+        self._fast = bool(getattr(tokenizer, "is_fast", False))
+        self._skips = bad_rows == "skip"
+
+    def encode(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Labelled | str]]:
+        """Of each row token ids and labels, or why it cannot be used."""
+        walk = iter(rows)
+        while batch := list(islice(walk, _BATCH)):
+            texts = [self._text_or_problem(row) for row in batch]
+            labelled = self._tokenise([text for text in texts if not isinstance(text, str)])
+            for row, text in zip(batch, texts, strict=True):
+                yield row, text if isinstance(text, str) else next(labelled)
+
+    def packed(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Labelled | str]]:
+        """As `encode`, in arrays: a list of numbers is long on its way between processes."""
+        for row, made in self.encode(rows):
+            yield row, made if isinstance(made, str) else (array("i", made[0]), array("i", made[1]))
+
+    def _text_or_problem(self, row: Row) -> tuple[str, list[Span]] | str:
+        kind = next((part["type"] for part in parts_of(row.messages)), None)
+        if kind is not None:
+            return f"it has a file of kind {kind}, and this model takes text only"
+        try:
+            return self.text(row)
+        except Problem as problem:
+            return str(problem)
+
+    @cached_property
+    def template(self) -> Template:
+        """The model's chat template."""
+        return Template(self._tokenizer, self._variables)
+
+    @cached_property
+    def seen(self) -> Seen:
+        """What that template writes."""
+        return Seen(self.template, self._system)
+
+    def text(self, row: Row) -> tuple[str, list[Span]]:
+        """The text of a row, and where in it stands what is learnt.
+
+        Raises:
+            Problem: the chat template refuses it, or leaves something out.
+        """
+        return self._chat_text(row) if row.kind == "chat" else self._plain_text(row)
+
+    def _chat_text(self, row: Row) -> tuple[str, list[Span]]:
+        messages = only_last_answer(row.messages) if self._last else row.messages
+        try:
+            with refusals():
+                messages = self.seen.turns(messages)
+                self.seen.check(row, messages)
+                if self._all:
+                    return all_but_unlearnt(self.template, messages, row.extra)
+                text, spans = self.template.render_answers(messages, **row.extra)
+                return text, past_empty_thoughts(text, spans) if self._skips_thoughts else spans
+        except ValueError as error:
+            every = "'loss' taken out of its turns" if self._all else "--loss all"
+            if self._skips:
+                raise Problem(f"{error} ({every} learns every token)") from error
+            raise ConfigError(
+                f"{row.where}: {error}.\nLearn every token with {every}, or give a template that marks the answers"
+                " with {% generation %} ... {% endgeneration %}."
+            ) from error
+
+    def _plain_text(self, row: Row) -> tuple[str, list[Span]]:
+        prompt, completion = (message["content"] for message in row.messages)
+        begin, end = self.begin_of_text, self._tokenizer.eos_token or ""
+        begin = "" if (prompt + completion).startswith(begin) else begin  # rows may have been written out for others
+        text = begin + prompt + completion.removesuffix(end) + end
+        return text, [(0 if self._all else len(begin) + len(prompt), len(text))]
+
+    @cached_property
+    def begin_of_text(self) -> str:
+        return begin_of_text(self._tokenizer)
+
+    def _tokenise(self, texts: Sequence[tuple[str, list[Span]]]) -> Iterator[Labelled]:
+        if not self._fast:
+            yield from (self._tokenise_pieces(text, spans) for text, spans in texts)
+            return
+        batch = self._tokenizer(
+            [text for text, _ in texts],
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        for ids, offsets, (text, spans) in zip(batch["input_ids"], batch["offset_mapping"], texts, strict=True):
+            yield ids, labels_of(ids, offsets, spans, text)
+
+    def _tokenise_pieces(self, text: str, spans: Sequence[Span]) -> Labelled:
+        """For tokenizers that cannot say where a token stood: every answer is tokenised by itself."""
+        ids: list[int] = []
+        labels: list[int] = []
+        borders = [0, *(place for span in spans for place in span), len(text)]
+        for i, (start, end) in enumerate(pairwise(borders)):
+            piece = self._tokenizer(text[start:end], add_special_tokens=False)["input_ids"] if end > start else []
+            ids += piece
+            labels += piece if i % 2 else [IGNORE] * len(piece)
+        return ids, labels
+
+
+def begin_of_text(tokenizer: Any) -> str:
+    """What the tokenizer puts before a text by itself: its begin-of-text token, or nothing."""
+    bos = tokenizer.bos_token_id
+    return tokenizer.bos_token if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else ""
+
+
+def labels_of(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span], text: str) -> list[int]:
+    """The tokens that begin inside a span, and -100 for the others.
+
+    A token that begins before it holds text that the model is given, and is not learnt, unless that text is only white
+    space: `Answer: ` and `yes` meet in the token ` yes`, which is all there is to learn.
+    """
+    labels = [IGNORE] * len(ids)
+    starts = [start for start, _ in offsets]
+    for start, end in spans:
+        first, last = bisect_left(starts, start), bisect_left(starts, end)
+        if first and start < min(end, offsets[first - 1][1]) and text[starts[first - 1] : start].isspace():
+            first -= 1
+        labels[first:last] = ids[first:last]
+    return labels

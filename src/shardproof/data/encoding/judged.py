@@ -1,0 +1,173 @@
+"""From a query and texts that may answer it to prompts that a causal language model answers by one word.
+
+[Note: pairs in templates] A template takes a pair as turns of a `query` and a `document`, behind a `system` turn that
+is the instruction: that is how sentence-transformers' CrossEncoder and vLLM ask. Any other chat template gets a
+beginning that makes of such turns what Qwen3-Reranker was trained on, a question of a user to a model that does not
+think; conversations it writes as before. It is kept with the tokenizer, so that all who load it read the same.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from shardproof.data.encoding.embed import OF_TEXT, names_files
+from shardproof.data.encoding.encode import Truncation
+from shardproof.data.encoding.rank import Pair, PairEncoder
+from shardproof.data.encoding.seen import check_texts, refusals
+from shardproof.data.encoding.template import MARK
+from shardproof.data.forms.formats import SYSTEM, with_system
+from shardproof.data.forms.matches import NEGATIVE, POSITIVE
+from shardproof.data.forms.parts import Problem
+from shardproof.data.rows import Row
+from shardproof.errors import ConfigError
+
+QUERY, DOCUMENT = "query", "document"
+Write = Callable[[Any, str | None, str, str], str]  # as `prompt`
+# The words of Qwen3-Reranker.
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+TASK = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+_BEGINNING = f"""\
+{{%- if messages | selectattr("role", "equalto", "{DOCUMENT}") | list %}}
+    {{%- set pair = namespace(system="{INSTRUCTION}") %}}
+    {{%- for message in messages %}}
+        {{%- if message["role"] == "system" %}}{{% set pair.system = message["content"] %}}{{% endif %}}
+        {{%- if message["role"] == "{QUERY}" %}}{{% set pair.query = message["content"] %}}{{% endif %}}
+        {{%- if message["role"] == "{DOCUMENT}" %}}{{% set pair.document = message["content"] %}}{{% endif %}}
+    {{%- endfor %}}
+    {{%- if pair.system is not string %}}
+        {{%- set pair.system = pair.system | map(attribute="text") | join %}}
+    {{%- endif %}}
+    {{%- set before, between = "<Instruct>: " ~ pair.system ~ "\n<Query>: ", "\n<Document>: " %}}
+    {{%- if pair.query is string and pair.document is string %}}
+        {{%- set task, asked = '{TASK}', before ~ pair.query ~ between ~ pair.document %}}
+    {{%- else %}}
+        {{%- if pair.query is string %}}
+            {{%- set pair.query = [{{"type": "text", "text": pair.query}}] %}}
+        {{%- endif %}}
+        {{%- if pair.document is string %}}
+            {{%- set pair.document = [{{"type": "text", "text": pair.document}}] %}}
+        {{%- endif %}}
+        {{%- set task = [{{"type": "text", "text": '{TASK}'}}] %}}
+        {{%- set asked = [{{"type": "text", "text": before}}] + pair.query
+            + [{{"type": "text", "text": between}}] + pair.document %}}
+    {{%- endif %}}
+    {{%- set messages = [{{"role": "system", "content": task}}, {{"role": "user", "content": asked}}] %}}
+    {{%- set add_generation_prompt = true %}}
+    {{%- set enable_thinking = false %}}
+{{%- endif %}}
+"""
+
+
+def check_variables(variables: Mapping[str, str]) -> None:
+    """Raise ConfigError for a variable of the chat template that would have the model think before it answers."""
+    if variables.get("enable_thinking", "false").lower() != "false":
+        raise ConfigError(
+            "--template-variables enable_thinking: what answers yes or no about a pair does so at once. Leave it out."
+        )
+
+
+def take_pairs(tokenizer: Any, name: str, write: Write | None = None) -> None:
+    """See that the chat template of a tokenizer, that of the model `name`, takes pairs. `write`: what writes them, in
+    place of `prompt`.
+
+    Raises:
+        ConfigError: it has none, or one that fails on what is asked.
+    """
+    template = tokenizer.chat_template
+    if not isinstance(template, str):
+        raise ConfigError(
+            f"The tokenizer of {name} has no chat template, or several, and a generative reranker is asked in one. Give"
+            " it one with --chat-template: 'chatml', a file with a Jinja template, or the template itself."
+        )
+    if not all(re.search(rf"[\"']{role}[\"']", template) for role in (QUERY, DOCUMENT)):
+        tokenizer.chat_template = _BEGINNING + template
+    try:
+        text = (write or prompt)(tokenizer, None, f"{MARK}q", f"{MARK}d")
+    except Exception as error:  # whatever Jinja and the template raise
+        why = " ".join(str(error).split()).rstrip(".")
+    else:
+        if all(text.count(f"{MARK}{letter}") == 1 for letter in "qd"):
+            return
+        why = "it leaves out a query or a document"
+    raise ConfigError(
+        f"The chat template of {name} fails on a query and a document: {why}. Give another with --chat-template."
+    )
+
+
+def prompt(tokenizer: Any, system: str | None, query: str, document: str) -> str:
+    """What the model reads of a pair; `system`: the instruction, where there is one."""
+    turns = turns_of_pair(system, query, document)
+    made: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return made
+
+
+def turns_of_pair(system: Any, query: Any, document: Any) -> list[dict[str, Any]]:
+    """What a template that takes pairs is given; contents are texts or lists of parts."""
+    return with_system([{"role": QUERY, "content": query}, {"role": DOCUMENT, "content": document}], system)
+
+
+def word_token(tokenizer: Any, word: str, name: str, write: Write | None = None) -> int:
+    """The token that answers a pair by this word; `write` as for `take_pairs`.
+
+    Raises:
+        ConfigError: the tokenizer of the model `name` writes it as none of its own.
+    """
+    asked = (write or prompt)(tokenizer, None, "a", "b")
+    before, whole = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (asked, asked + word))
+    more = whole[len(before) :]
+    if whole[: len(before)] != before or len(more) != 1 or more[0] == tokenizer.unk_token_id:
+        pieces = " ".join(map(repr, tokenizer.convert_ids_to_tokens(more)))
+        raise ConfigError(
+            f'The tokenizer of {name} does not write the answer "{word}" as one token, but as {pieces}: a generative'
+            " reranker compares the token of one word with that of another. --task reranker needs none."
+        )
+    return int(more[0])
+
+
+class JudgedEncoder(PairEncoder):
+    """Rows to the token ids of a prompt for each pair of the query and one of its texts. The tokenizer takes pairs
+    already. What is too long loses the end of its text, and never what opens the answer."""
+
+    def __init__(self, tokenizer: Any, system: str | None = None) -> None:
+        super().__init__(tokenizer, system)
+        one, other = (ids[::-1] for ids in self._ids([prompt(tokenizer, None, "a", text) for text in "bc"]))
+        self._opening, self._dividing, self.typed = [], [], False
+        alike = takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False))
+        self._closing = [token for token, _ in alike][::-1]
+
+    def texts(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Any] | str]]:
+        for row in rows:
+            if names_files(row):
+                yield row, OF_TEXT
+                continue
+            try:
+                with refusals():
+                    prompts = list(self._prompts(row))
+            except Problem as problem:
+                yield row, str(problem)
+                continue
+            yield row, [self._pair(ids) for ids in self._ids(prompts)]
+
+    def marked(self, pair: Any, most: int | None, truncation: Truncation = "right") -> list[int]:
+        return super().marked(pair, most)
+
+    def _prompts(self, row: Row) -> Iterator[str]:
+        check_texts(row.messages)
+        turns = with_system(row.messages, self._before_queries)
+        system = turns[0]["content"] if turns[0]["role"] in SYSTEM else None
+        query = "\n".join(turn["content"] for turn in turns if turn["role"] not in SYSTEM)
+        for text in (*row.extra[POSITIVE], *row.extra[NEGATIVE]):
+            yield prompt(self._tokenizer, system, query, text)
+
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(ids) for ids in self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+
+    def _pair(self, ids: list[int]) -> Pair:
+        return [], array("i", ids[: len(ids) - len(self._closing)])

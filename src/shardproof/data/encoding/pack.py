@@ -1,0 +1,185 @@
+"""Several rows in one: what a batch would fill up with padding is filled with other rows.
+
+A packed row is told apart by its position ids, which begin anew with each row in it. transformers' attention, of any
+kind, keeps tokens of one row from seeing another by them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from shardproof.data.encoding.encode import IGNORE
+from shardproof.errors import ConfigError
+
+if TYPE_CHECKING:
+    import datasets
+
+    from shardproof.data.media.rows import MediaRows
+    from shardproof.data.rows import Places, Row
+
+_BLOCK = 10_000  # rows packed at a time: a multiple of those among which TRL packs
+LENGTHS = "seq_lengths"  # of the rows in a packed row, in tokens; TRL's name for it
+
+
+def pack_rows(dataset: datasets.Dataset, max_length: int | None) -> datasets.Dataset:
+    """Put encoded rows together, the longest first into the fullest packed row that has room (TRL's best-fit
+    decreasing, among every thousand rows).
+
+    Args:
+        dataset: what `encode_rows` gave: no row is longer than `max_length`.
+        max_length: tokens of a packed row.
+
+    Returns:
+        A dataset with the columns `input_ids`, `labels` and `seq_lengths`, and the same `report`.
+
+    Raises:
+        ConfigError: no `max_length`.
+    """
+    from trl.data_utils import pack_dataset
+
+    packed = pack_dataset(dataset, _checked(max_length), "bfd")
+    packed.report = dataset.report  # type: ignore[attr-defined]
+    if hasattr(dataset, "places"):
+        packs = Packs(_lengths(dataset), _checked(max_length))
+        packed.places = PackedPlaces(dataset.places, packs, len(packed))  # type: ignore[attr-defined]
+    return packed
+
+
+def _lengths(dataset: Any) -> list[int]:
+    import pyarrow.compute as pc
+
+    lengths: list[int] = pc.list_value_length(dataset.data.column("input_ids")).to_pylist()
+    return lengths
+
+
+class Packs(Sequence[list[int]]):
+    """Of each packed row the numbers of the rows in it, by their lengths alone. Found when somebody asks."""
+
+    def __init__(self, lengths: Sequence[int], max_length: int) -> None:
+        self._lengths, self._max_length = lengths, max_length
+
+    @cached_property
+    def _numbers(self) -> list[list[int]]:
+        starts = range(0, len(self._lengths), _BLOCK)
+        return [numbers for start in starts for numbers in self._of_block(start)]
+
+    def _of_block(self, start: int) -> Iterator[list[int]]:
+        """Rows whose tokens are their numbers, packed as any others."""
+        import datasets
+        import numpy as np
+        import pyarrow as pa
+        from trl.data_utils import pack_dataset
+
+        lengths = np.array(self._lengths[start : start + _BLOCK])
+        tokens = np.repeat(np.arange(start, start + len(lengths)), lengths)
+        rows = pa.ListArray.from_arrays(np.concatenate([[0], lengths.cumsum()]).astype(np.int32), tokens)
+        packed = pack_dataset(datasets.Dataset(pa.table({"input_ids": rows})), self._max_length, "bfd")
+        return (list(dict.fromkeys(row)) for row in packed["input_ids"])
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._numbers[index]
+
+
+class PackedPlaces:
+    """Where the rows in packed rows stand."""
+
+    def __init__(self, places: Places, packs: Packs, length: int) -> None:
+        self._places, self._packs, self._length = places, packs, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def within(self, index: int) -> list[str]:
+        """Of all that is learnt at once."""
+        return [self._places[number] for number in self._packs[index]]
+
+
+class PackedMediaRows(Sequence[dict[str, Any]]):
+    """Rows with files, several in one. An element has `rows`, a list of those of `MediaRows`.
+
+    Args:
+        unpacked: the rows, none of which is longer than `max_length`.
+        max_length: tokens of a packed row.
+
+    Attributes:
+        report, places: as of `pack_rows`.
+
+    Raises:
+        ConfigError: no `max_length`.
+    """
+
+    def __init__(self, unpacked: MediaRows, max_length: int | None) -> None:
+        self.unpacked, self.report = unpacked, unpacked.report
+        self.packs = Packs(_lengths(unpacked.encoded), _checked(max_length))
+        self.places = PackedPlaces(unpacked.places, self.packs, len(self.packs))
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, index: Any) -> Any:
+        return {"rows": [self.unpacked[number] for number in self.packs[int(index)]]}
+
+    @property
+    def rows(self) -> Iterator[Row]:
+        """As they were read."""
+        return self.unpacked.rows
+
+    def few(self) -> list[dict[str, Any]]:
+        """Packed rows of two rows each, see `MediaRows.few`."""
+        return [{"rows": pair} for pair in self.unpacked.few(2)]
+
+
+def _checked(max_length: int | None) -> int:
+    if max_length is None:
+        raise ConfigError("--packing needs --max-length: it is the length of a packed row.")
+    return max_length
+
+
+def collate_packed(
+    features: Sequence[Mapping[str, Sequence[int]]], pad_token_id: int, flat: bool = False
+) -> dict[str, Any]:
+    """One batch of packed rows.
+
+    Args:
+        flat: whether all of them are to be one, see `wants_flat`.
+
+    Returns:
+        `input_ids`, `position_ids` and `labels`, each int64 of shape (packed rows, length), no attention mask, and
+        `use_cache=False`: with a cache, transformers does not look for packed rows. The first token of each row is
+        never learnt: what stands before it is another row. Padding is at position 0, which makes each of its tokens a
+        row by itself.
+    """
+    import torch
+
+    length = max(len(feature["input_ids"]) for feature in features)
+    input_ids = torch.full((len(features), length), pad_token_id)
+    position_ids = torch.zeros((len(features), length), dtype=torch.int64)
+    labels = torch.full((len(features), length), IGNORE)
+    for i, feature in enumerate(features):
+        n = len(feature["input_ids"])
+        input_ids[i, :n] = torch.as_tensor(feature["input_ids"])
+        labels[i, :n] = torch.as_tensor(feature["labels"])
+        start = 0
+        for size in feature[LENGTHS]:
+            position_ids[i, start : start + size] = torch.arange(size)
+            labels[i, start] = IGNORE
+            start += size
+    batch = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
+    return {name: value.view(1, -1) if flat else value for name, value in batch.items()} | {"use_cache": False}
+
+
+def wants_flat(attention: str) -> bool:
+    """Whether this attention of transformers tells packed rows apart only where a batch is one of them, as
+    FlashAttention does. Any other would then look at all pairs of tokens of the batch."""
+    return "flash" in attention
+
+
+def tokens_in_packed(position_ids: Any) -> Any:
+    """The tokens of a packed batch that are no padding, a scalar tensor where they lie: every row has a token at
+    position 1, padding has none."""
+    return position_ids.gt(0).sum() + position_ids.eq(1).sum()

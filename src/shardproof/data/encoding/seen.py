@@ -1,0 +1,249 @@
+"""Whether the model sees all that a conversation holds: what a chat template leaves out, it does so without a word.
+
+[Note: what is left out] A turn is looked for in what the template makes of the conversation with a mark in the place of
+its text. What a template was once seen to write is not looked for again, so that this costs a text or two for a whole
+file. Thinking, in `reasoning_content` or as <think>...</think> in the content, is looked for in the turns behind the
+last question only: many templates take it out of earlier turns, and mean to; of one that writes it in a last answer
+none is looked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+from shardproof.data.encoding.template import MARK, Template
+from shardproof.data.forms.calls import with_texts_as_arguments
+from shardproof.data.forms.formats import SYSTEM, Messages, with_system
+from shardproof.data.forms.parts import Problem, with_texts
+from shardproof.data.rows import Row
+from shardproof.errors import ConfigError
+
+Turn = Mapping[str, Any]
+
+THINKING = "reasoning_content"
+WRITE = "write it into the texts, or take it out"
+_LOOKED_FOR = (*SYSTEM, "tool")  # of a question or an answer `Template` sees to it
+_WITH = "give one that does with --chat-template"
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Whatever Jinja and a chat template raise becomes a Problem. A ValueError, or a ConfigError, is our own."""
+    try:
+        yield
+    except (Problem, ValueError, ConfigError):
+        raise
+    except Exception as error:
+        raise Problem(f"the chat template refuses this conversation: {' '.join(str(error).split())}") from error
+
+
+def check_texts(turns: Sequence[Any], tools: Any = None, at: str = "messages") -> None:
+    """Raise Problem for what turns hold beside their texts, where these are all that is read."""
+    if tools:
+        raise Problem(f"it has tools, and no chat template reads them: {WRITE}")
+    for i, turn in enumerate(turns):
+        for field, what in (("tool_calls", "calls of tools"), (THINKING, "thinking")):
+            if turn.get(field):
+                raise Problem(f"{at}[{i}] has {what} beside its text, and no chat template reads it: {WRITE}")
+
+
+class Seen:
+    """What a chat template writes.
+
+    Args:
+        system: the system message of conversations that have none, as --system says it.
+    """
+
+    def __init__(self, template: Template, system: str | None = None) -> None:
+        self._template, self._system = template, system
+        self._written: set[tuple[Any, ...]] = set()  # kinds of turns that were found
+        self._in_last: dict[str, bool] = {}  # fields of thinking: whether it is written in a last answer
+
+    def in_its_words(self, messages: Sequence[Any]) -> Messages:
+        """The conversation as the template knows it: turns of a developer are the system's where it knows no such,
+        what is said before calls is a turn of its own where they are not written together, and arguments of calls are
+        texts where it joins them to its own."""
+        made: Messages = list(messages)
+        if any(turn["role"] == "developer" for turn in made) and not self._takes_developers:
+            made = [{**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in made]
+        if any(turn.get("tool_calls") for turn in made):
+            if not self._writes_before_calls:
+                made = [part for turn in made for part in _parted(turn)]
+            if self._joins_arguments:
+                made = [with_texts_as_arguments(turn) for turn in made]
+        return made
+
+    def turns(self, messages: Messages) -> Messages:
+        """The same with a system message, where there is one to give."""
+        return with_system(self.in_its_words(messages), self._system)
+
+    def check(self, row: Row, messages: Sequence[Turn]) -> None:
+        """Of a row, as `turns` gives it.
+
+        Raises:
+            Problem: the template leaves out tools, calls of them, a turn, or its thinking.
+            ConfigError: it leaves out the system message of --system, or refuses any.
+        """
+        tools = row.extra.get("tools")
+        if unseen := self._template.leaves_out(messages, tools):
+            raise Problem(f"it has {unseen}, and the chat template writes none; {_WITH}")
+        added = bool(self._system) and messages[0]["role"] == "system" and row.messages[0]["role"] not in SYSTEM
+        for i, turn in enumerate(messages):
+            if turn["role"] not in _LOOKED_FOR or self._finds(messages, i, tools):
+                continue
+            if added and i == 0:
+                raise ConfigError(
+                    "--system: the chat template of this model writes no system message, so that the model would not"
+                    f" see it. Leave --system out, or {_WITH}."
+                )
+            raise Problem(
+                f"the chat template writes nothing of messages[{i - added}] ({turn['role']}), so that the model would"
+                f" not see it; {_WITH}, or take that turn out"
+            )
+        if lost := self._lost_thinking(messages, tools):
+            i, field = lost
+            what = f"{field!r}" if field == THINKING else "thinking (<think>...</think>) in the content"
+            instead = ", or write it into the content as the model does (<think>...</think>)"
+            raise Problem(
+                f"the chat template writes nothing of the {what} of messages[{i - added}]; {_WITH}"
+                f"{instead if field == THINKING and self._thinks('content') else ''}"
+            )
+
+    def _finds(self, messages: Sequence[Turn], i: int, tools: Any) -> bool:
+        turn = messages[i]
+        kind = (turn["role"], i == 0, bool(tools))
+        if kind in self._written or not _text(turn["content"]):
+            return True
+        found = self._writes(messages, i, _marked(turn), tools)
+        if found:
+            self._written.add(kind)
+        if found is None and i == 0 and self._system == turn["content"]:
+            return self.takes_system
+        return found is not False  # of one that it refuses is told why, where the row is made a text
+
+    def _lost_thinking(self, messages: Sequence[Turn], tools: Any) -> tuple[int, str] | None:
+        """The turn whose thinking is left out, unless the template means to, and the field that it is in."""
+        last_question = max((i for i, turn in enumerate(messages) if turn["role"] == "user"), default=-1)
+        for field in (THINKING, "content"):
+            thinks = [i for i, turn in enumerate(messages) if _thinks_in(turn, field)]
+            if not thinks or self._thinks(field):  # what it takes out all the same it means to, as behind a call
+                continue
+            if thinks[-1] < last_question:
+                if field == THINKING and not self._takes_thinking_out:
+                    return thinks[-1], field
+                continue
+            behind = (i for i in reversed(thinks) if i > last_question)
+            if not any(self._finds_thinking(messages, i, field, tools) for i in behind):
+                return thinks[-1], field
+        return None
+
+    def _finds_thinking(self, messages: Sequence[Turn], i: int, field: str, tools: Any) -> bool:
+        kind = (field, bool(messages[i].get("tool_calls")), bool(tools))  # some write it with calls of tools alone
+        if kind in self._written or self._writes(messages, i, _thinking_marked(messages[i], field), tools) is not False:
+            self._written.add(kind)
+            return True
+        return False
+
+    def _thinks(self, field: str) -> bool:
+        """Whether it writes the thinking of a last answer that is in this field."""
+        if field not in self._in_last:
+            marked = _thinking_marked({**_PAIR[1], THINKING: "x"} if field == THINKING else _THOUGHT, field)
+            self._in_last[field] = bool(self._writes([_PAIR[0], marked], 1, marked, None))
+        return self._in_last[field]
+
+    def _writes(self, messages: Sequence[Turn], i: int, marked: Turn, tools: Any) -> bool | None:
+        """Whether the mark gets into the text from a turn with it; None where the template refuses the conversation."""
+        try:
+            return MARK in self._template.render([*messages[:i], marked, *messages[i + 1 :]], tools=tools)
+        except Exception:  # whatever Jinja and the template raise
+            return None
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether it writes a system message before a question."""
+        return self._takes("system")
+
+    @cached_property
+    def _takes_developers(self) -> bool:
+        return self._takes("developer")
+
+    @cached_property
+    def _joins_arguments(self) -> bool:
+        """Whether it takes the arguments of a call as a text, and not as an object (DeepSeek's)."""
+        forms = (_calling("", arguments={"x": MARK}), with_texts_as_arguments(_calling("", arguments={"x": MARK})))
+        as_object, as_text = (self._writes([_PAIR[0], form, _RESULT], 1, form, None) for form in forms)
+        return not as_object and bool(as_text)
+
+    @cached_property
+    def _writes_before_calls(self) -> bool:
+        """Whether it writes what an answer says before it calls: some leave it out, or write it elsewhere."""
+        turns = [_PAIR[0], _calling(MARK, arguments={}), _RESULT, _PAIR[1]]
+        for form in (turns, [with_texts_as_arguments(turn) for turn in turns]):
+            try:
+                before, said, behind = self._template.render(form).partition(MARK)
+            except Exception:  # whatever Jinja and the template raise
+                continue
+            return bool(said) and _NAME in behind and _NAME not in before
+        return True
+
+    def _takes(self, role: str) -> bool:
+        turn = {"role": role, "content": MARK}
+        return bool(self._writes([turn, *_PAIR], 0, turn, None))
+
+    @cached_property
+    def _takes_thinking_out(self) -> bool:
+        """Whether it takes out of earlier answers what stands there as thinking."""
+        thought = _thinking_marked(_THOUGHT, "content")
+        return self._writes([_PAIR[0], thought, *_PAIR], 1, thought, None) is False
+
+
+_PAIR = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+_THOUGHT = {"role": "assistant", "content": "<think>\nx\n</think>\n\nb"}
+_NAME, _RESULT = "look_it_up", {"role": "tool", "content": "b"}
+_THINKING = re.compile(r"(<think>\s*)(\S.*?)(\s*</think>)", re.DOTALL)
+
+
+def _calling(said: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """An answer that calls a tool."""
+    call = {"type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    return {"role": "assistant", "content": said, "tool_calls": [call]}
+
+
+def _parted(turn: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a turn says, and what it calls."""
+    if not (turn.get("tool_calls") and _text(turn["content"])):
+        return [turn]
+    says = {name: value for name, value in turn.items() if name != "tool_calls"}
+    calls = {name: value for name, value in turn.items() if name != THINKING}
+    return [says, {**calls, "content": ""}]
+
+
+def _thinks_in(turn: Turn, field: str) -> bool:
+    thinking = turn.get(field)
+    if turn["role"] != "assistant" or thinking is None:
+        return False
+    if field == THINKING:
+        return isinstance(thinking, str) and bool(thinking.strip())
+    return bool(_THINKING.search(_text(thinking)))
+
+
+def _thinking_marked(turn: Turn, field: str) -> Turn:
+    """A turn with the mark in the place of its thinking."""
+    if field == THINKING:
+        return {**turn, field: MARK}
+    return {**turn, field: with_texts(turn[field], lambda text: _THINKING.sub(rf"\g<1>{MARK}\g<3>", text))}
+
+
+def _text(content: str | Sequence[Turn]) -> str:
+    """The text of a turn, without its files."""
+    parts = [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+    return "".join(parts).strip()
+
+
+def _marked(turn: Turn) -> Turn:
+    """A turn with the mark in the place of its text."""
+    return {**turn, "content": with_texts(turn["content"], lambda text: MARK)}

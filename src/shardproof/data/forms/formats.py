@@ -1,0 +1,364 @@
+"""What a record may look like, and the one form that all of them become.
+
+Pure functions over plain dicts. `normalise` either returns messages or raises `Problem`, whose text says what is
+wrong with this record in terms of the fields the user wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from shardproof.data.forms.calls import called, functions, turns_of_blocks, with_objects
+from shardproof.data.forms.fields import kind_of, list_field, shown_fields, text_field
+from shardproof.data.forms.likely import ANSWER, QUESTION, likely, likely_text
+from shardproof.data.forms.objects import OBJECTS, placed
+from shardproof.data.forms.parts import FILE_FIELDS, Problem, part_of_content
+
+Messages = list[dict[str, Any]]
+Normal = tuple[Messages, dict[str, Any], Literal["chat", "text"]]
+
+SYSTEM = ("system", "developer")
+ROLES = (*SYSTEM, "user", "assistant", "tool")
+
+EXPECTED = (
+    "an object with 'messages' (a list of role and content),"
+    " or 'prompt' + 'completion', 'query' + 'response', 'instruction' + 'output'."
+)
+
+TURNS = ("messages", "conversations", "conversation")  # fields that hold a conversation
+
+ANSWERS = ("response", "completion", "output")  # where an answer stands, if not at the end of turns
+
+SYSTEMS = ("system", "system_prompt")  # where a system message stands, beside what is said
+
+# What a record is looked at for.
+FIELDS = (
+    *(*TURNS, "prompt", "completion", "query", "response", "history"),
+    *("instruction", "input", "output", *SYSTEMS, "tools"),
+    *(*FILE_FIELDS, OBJECTS),
+    "codes",
+)
+
+_PAIRS = {"prompt": "completion", "query": "response", "instruction": "output"}
+
+# Roles of ShareGPT's `conversations`, and the keys of a question and its answer that are one turn there.
+_SHAREGPT = {"human": "user", "gpt": "assistant", "bot": "assistant", "function_call": "tool_call"}
+_SHAREGPT |= dict.fromkeys(("observation", "observations", "function_response"), "tool")
+_WEIGHTS = ("weight", "loss_scale")  # what OpenAI and ms-swift call whether a turn is learnt
+_ASKS, _ANSWERS = ("human", "user"), ("assistant", "gpt", "bot")
+
+
+def normalise(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
+    """Messages, what the template needs besides them, and whether the row is a chat or plain text.
+
+    `columns` says for fields under which other name they stand in the record; a format it names goes before others.
+
+    Raises:
+        Problem: the record is in none of the forms, or a field of it is missing, empty or of the wrong type.
+    """
+    record = opened(record, columns)
+    for key, build in sorted(_FORMATS.items(), key=lambda form: form[0] not in (columns or ())):
+        if record.get(key) is not None or (key in record and not _elsewhere(record, key)):
+            try:
+                return build(record)
+            except Problem as problem:
+                if key in _PAIRS and _PAIRS[key] not in record:
+                    problem.columns = likely(record, QUESTION, ANSWER)
+                raise
+    raise Problem(_no_format(record), likely(record, QUESTION, ANSWER))
+
+
+def opened(record: Any, columns: Mapping[str, str] | None) -> dict[str, Any]:
+    """The fields of a record under our names; raises Problem where there are none."""
+    if not isinstance(record, dict):
+        raise Problem(f"the row is {kind_of(record)}, not an object with fields")
+    if columns:
+        record = renamed(record, columns)
+    if not record:
+        raise Problem("the row is empty")
+    return record
+
+
+def renamed(record: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    taken = set(columns.values())
+    rest = {key: value for key, value in record.items() if key not in taken}
+    return rest | {field: record[column] for field, column in columns.items() if column in record}
+
+
+def _elsewhere(record: Mapping[str, Any], key: str) -> bool:
+    """Whether another format's key is filled: a table may have columns for several formats, empty in most rows."""
+    return any(record.get(other) is not None for other in _FORMATS if other != key)
+
+
+def _no_format(record: Mapping[str, Any]) -> str:
+    first = next((first for first, second in _PAIRS.items() if second in record), None)
+    if first is not None:
+        return f"field '{first}' is missing beside '{_PAIRS[first]}' ({shown_fields(record)})"
+    return f"none of the known fields is here ({shown_fields(record)})"
+
+
+@dataclass(frozen=True)
+class Form:
+    """What rows of one kind of training look like.
+
+    Attributes:
+        normalise: from a record and the names of its columns to messages, what goes with them, and chat or text.
+        expected: in one sentence, what a record must hold.
+    """
+
+    normalise: Callable[[Any, Mapping[str, str] | None], Normal]
+    expected: str
+
+
+SUPERVISED = Form(normalise, EXPECTED)
+
+
+def raw_or_supervised(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
+    """As `normalise`, and a record of a `text` alone: all of it is the answer to nothing, and so is learnt."""
+    found = opened(record, columns)
+    if found.get("text") is None or any(found.get(key) is not None for key in (*_FORMATS, *ANSWERS)):
+        try:
+            return normalise(record, columns)
+        except Problem as problem:
+            problem.columns = problem.columns or likely_text(found)
+            raise
+    rest = {key: value for key, value in found.items() if key != "text"}
+    if "text" not in (columns or ()) and (other := likely(rest, QUESTION, ANSWER)):
+        raise Problem(
+            f"'text' stands beside a question and its answer ({shown_fields(found)}): --columns text=text", other
+        )
+    answer = {"role": "assistant", "content": text_field(found, "text")}
+    return placed(found, [{"role": "user", "content": ""}, answer]), {}, "text"
+
+
+SFT_FIELDS = (*FIELDS, "text")
+SFT = Form(raw_or_supervised, EXPECTED.removesuffix(".") + ", or 'text' alone.")
+
+
+# --- the formats -------------------------------------------------------------------------------------
+
+
+def _from_turns(record: Mapping[str, Any], field: str) -> Normal:
+    return _finish(record, turns_of(record, field))
+
+
+def turns_of(record: Mapping[str, Any], field: str) -> Messages:
+    """A list of turns, also in the words of ShareGPT (`from` and `value`; `function_call`, `observation`), of ms-swift
+    (`tool_call`, `tool_response`; `human` and `assistant` in one) and of Anthropic (`tool_use`, `tool_result`)."""
+    messages: Messages = []
+    before = role = None
+    listed = enumerate(list_field(record, field))
+    for i, turn in ((i, part) for i, blocks in listed for part in turns_of_blocks(blocks)):
+        if isinstance(turn, dict) and "from" in turn:
+            said = turn["from"]
+            who = _SHAREGPT.get(said.replace("-", "_"), said) if isinstance(said, str) else said
+            learnt = {name: turn[name] for name in ("loss", *_WEIGHTS) if name in turn}
+            turn = {"role": who, "content": turn.get("value"), **learnt}
+        before, role = role, (turn.get("role") if isinstance(turn, dict) else None)
+        if role == "tool_call":
+            calls = called(turn.get("content"), f"{field}[{i}] ({role})")
+            turn = {**turn, "role": "assistant", "content": "", "tool_calls": calls}
+            if before == role or _goes_on(messages, checked_turn(turn, i, field)):
+                messages[-1].setdefault("tool_calls", []).extend(calls)
+                continue
+        elif role == "tool_response":
+            turn = {**turn, "role": "tool"}
+        elif role is None and isinstance(turn, dict) and (asks := next(filter(turn.__contains__, _ASKS), None)):
+            messages += _question_and_answer(turn, asks, i, field)
+            continue
+        messages.append(checked_turn(turn, i, field))
+    return messages
+
+
+def _goes_on(messages: Messages, calls: Mapping[str, Any]) -> bool:
+    """Whether a turn of calls goes on with an answer before it (what was thought, say), so that both are one."""
+    before = messages[-1] if messages else {}
+    return before.get("role") == "assistant" and before.get("loss") == calls.get("loss")
+
+
+def _question_and_answer(pair: Mapping[str, Any], asks: str, index: int, field: str) -> Messages:
+    """Two turns in one, as ms-swift's ShareGPT has them."""
+    answers = next((name for name in _ANSWERS if pair.get(name) is not None), None)
+    if answers is None:
+        raise Problem(f"{field}[{index}] has no 'assistant' beside '{asks}' ({shown_fields(pair)})")
+    turns = (("user", pair[asks]), ("assistant", pair[answers]))
+    return [checked_turn({"role": role, "content": content}, index, field) for role, content in turns]
+
+
+def _from_prompt(record: Mapping[str, Any]) -> Normal:
+    prompt, completion = record["prompt"], record.get("completion")
+    if isinstance(prompt, list) or isinstance(completion, list):
+        turns = turns_of(record, "prompt")
+        # The prompt is context even where it holds earlier answers.
+        messages = [{**m, "loss": False} if m["role"] == "assistant" else m for m in turns]
+        messages += turns_of(record, "completion")
+        return _finish(record, messages)
+    check_plain(record, "'query' and 'response'")
+    messages = [
+        {"role": "user", "content": text_field(record, "prompt", with_field="completion", may_be_empty=True)},
+        {"role": "assistant", "content": text_field(record, "completion", with_field="prompt")},
+    ]
+    return placed(record, messages), {}, "text"
+
+
+def _from_query(record: Mapping[str, Any]) -> Normal:
+    last = [
+        {"role": "user", "content": text_field(record, "query", with_field="response")},
+        {"role": "assistant", "content": text_field(record, "response", with_field="query")},
+    ]
+    return _finish(record, history_of(record) + last)
+
+
+def _from_instruction(record: Mapping[str, Any]) -> Normal:
+    last = [
+        {"role": "user", "content": instruction_of(record)},
+        {"role": "assistant", "content": text_field(record, "output", with_field="instruction")},
+    ]
+    return _finish(record, history_of(record) + last)
+
+
+def instruction_of(record: Mapping[str, Any]) -> str:
+    """What Alpaca asks: an instruction, what it is given, or both."""
+    given = "" if record.get("input") is None else text_field(record, "input", may_be_empty=True)
+    if given.strip() and record.get("instruction") in (None, ""):
+        return given
+    instruction = text_field(record, "instruction", with_field="output")
+    return f"{instruction}\n\n{given}" if given.strip() else instruction
+
+
+def check_plain(record: Mapping[str, Any], names: str, but: str = "") -> None:
+    """Raise Problem for what only a chat template could show, beside a text that goes through none; `names`: of the
+    fields that would be a conversation."""
+    for field in (*SYSTEMS, "history", "tools"):
+        if field != but and record.get(field) not in (None, "", [], "[]"):
+            raise Problem(
+                f"'{field}' stands beside a plain text in 'prompt', and the model would not see it: under the name"
+                f"{'s' * (' ' in names)} {names} (--columns) the row is a conversation"
+            )
+
+
+_FORMATS: dict[str, Callable[[Mapping[str, Any]], Normal]] = {
+    **{field: partial(_from_turns, field=field) for field in TURNS},
+    "prompt": _from_prompt,
+    "query": _from_query,
+    "instruction": _from_instruction,
+}
+
+
+def history_of(record: Mapping[str, Any]) -> Messages:
+    """Earlier turns: a list of [question, answer]."""
+    if record.get("history") in (None, ""):
+        return []
+    messages = []
+    for i, pair in enumerate(list_field(record, "history", may_be_empty=True)):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            found = f"[{', '.join(map(kind_of, pair))}]" if isinstance(pair, (list, tuple)) else kind_of(pair)
+            raise Problem(f"history[{i}] must be a pair of texts, [question, answer], not {found}")
+        if not pair[1].strip():
+            raise Problem(f"the answer in history[{i}] is empty")
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return messages
+
+
+def with_system(messages: Messages, text: str | None) -> Messages:
+    """A conversation behind a system message, unless it has one, or there is none to give."""
+    if not text or messages[0]["role"] in SYSTEM:
+        return messages
+    return [{"role": "system", "content": text}, *messages]
+
+
+def with_own_system(record: Mapping[str, Any], messages: Messages) -> Messages:
+    """The same with the system message that stands beside the conversation in its row."""
+    field = next((name for name in SYSTEMS if record.get(name) not in (None, "")), None)
+    if field is None or messages[0]["role"] in SYSTEM:
+        return messages
+    return with_system(messages, text_field(record, field))
+
+
+def _finish(record: Mapping[str, Any], messages: Messages) -> Normal:
+    """Add the row's own system message, find its tools, and see that there is something to learn."""
+    messages = placed(record, with_own_system(record, messages))
+    if not any(m["role"] == "assistant" for m in messages):
+        roles = ", ".join(m["role"] for m in messages[:6])
+        raise Problem(f"no turn of role 'assistant', so there is nothing to learn (roles: {roles})")
+    check_learnt(messages)
+    extra = tools_of(record)
+    if record.get("codes") not in (None, "", []):
+        extra["codes"] = _codes(list_field(record, "codes"))
+    return messages, extra, "chat"
+
+
+def check_learnt(turns: Messages, of: str = "") -> None:
+    """Raise Problem where no answer among these turns is to be learnt."""
+    if not any(m["role"] == "assistant" and m.get("loss", True) for m in turns):
+        raise Problem(f"every turn of role 'assistant'{of} has loss: false, so there is nothing to learn")
+
+
+def tools_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record gives to the chat template besides messages: its `tools`, or nothing."""
+    if record.get("chat_template_kwargs") not in (None, "", {}, "{}"):
+        raise Problem(
+            "'chat_template_kwargs' would be said for this row alone: what all rows say goes into --template-variables"
+            " (sizes of files into --max-pixels and the like), and the field goes"
+        )
+    given = record.get("tools") not in (None, "", []) and list_field(record, "tools", may_be_empty=True)
+    return {"tools": functions(given)} if given else {}
+
+
+def _codes(codes: list[Any]) -> list[Any]:
+    """The codes of a spoken answer, or groups of them of one length, seen to be such."""
+    groups = [codes] if isinstance(codes[0], int) else codes
+    if not all(isinstance(group, list) and group and len(group) == len(groups[0]) for group in groups) or not all(
+        type(code) is int and code >= 0 for group in groups for code in group
+    ):
+        raise Problem(
+            "field 'codes' must be a list of whole numbers, the codes of the spoken answer, or of groups of them that"
+            " are all of one length"
+        )
+    return codes
+
+
+# --- one message, one field --------------------------------------------------------------------------
+
+
+def checked_turn(message: Any, index: int, field: str = "messages") -> dict[str, Any]:
+    at = f"{field}[{index}]"
+    if not isinstance(message, dict):
+        raise Problem(f"{at} is {kind_of(message)}, not an object with role and content")
+    # Parquet and JSON tables fill what a turn does not have with null.
+    message = {key: value for key, value in message.items() if value is not None}
+    role = message.get("role")
+    if role is None:
+        raise Problem(f"{at} has no 'role' ({shown_fields(message) if message else 'it is empty'})")
+    if role not in ROLES:
+        raise Problem(f"{at} has the role {role!r}; a role is one of {', '.join(ROLES)}")
+    content = message.get("content")
+    acts = role == "assistant" and bool(message.get("tool_calls"))
+    if content is None and not acts:
+        raise Problem(f"{at} ({role}) has no 'content'")
+    text = "" if content is None else _content(content, f"{at} ({role})")
+    if acts:
+        message["tool_calls"] = with_objects(message["tool_calls"], at)
+    if role in ("user", "assistant") and not (text if isinstance(text, list) else text.strip()) and not acts:
+        raise Problem(f"the content of {at} ({role}) is empty")
+    for word in _WEIGHTS:
+        if (weight := message.pop(word, None)) is not None:
+            if weight not in (0, 1) or "loss" in message:
+                raise Problem(f"{word!r} of {at} must be 0 or 1, and 'loss' is another word for it")
+            message["loss"] = bool(weight)
+    if not isinstance(message.get("loss", True), bool):
+        raise Problem(f"'loss' of {at} must be true or false, not {kind_of(message['loss'])}")
+    return {**message, "content": text}
+
+
+def _content(content: Any, at: str) -> str | list[dict[str, Any]]:
+    """Text, or a list of parts, which is a text where no part is a file."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise Problem(f"the content of {at} is {kind_of(content)}, not text")
+    parts = [part_of_content(part, at) for part in content]
+    return "".join(part["text"] for part in parts) if all(part["type"] == "text" for part in parts) else parts

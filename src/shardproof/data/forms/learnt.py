@@ -1,0 +1,44 @@
+"""Which turns of a conversation are learnt, and which places of its text, beyond what each turn says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardproof.data.encoding.template import Span, Template
+
+_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
+
+
+def only_last_answer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same turns, of which no answer but the last is learnt, and those that say themselves that they are."""
+    answers = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
+    return [
+        {**turn, "loss": False} if i in answers[:-1] and not turn.get("loss") else turn
+        for i, turn in enumerate(messages)
+    ]
+
+
+def past_empty_thoughts(text: str, answers: Sequence[Span]) -> list[Span]:
+    """The same answers without a thought of nothing that they begin with, or that a prompt has opened for them."""
+    empty = [found.span() for found in _EMPTY_THOUGHT.finditer(text)]
+    ends = {start: next((b for a, b in empty if a <= start < b), start) for start, _ in answers}
+    return [(min(ends[start], end), end) for start, end in answers]
+
+
+def all_but_unlearnt(
+    template: Template, messages: Sequence[dict[str, Any]], extra: Mapping[str, Any]
+) -> tuple[str, list[Span]]:
+    """The text of a conversation, and all of it but for the answers that are not to be learnt.
+
+    Raises:
+        ValueError: such an answer cannot be found in the text.
+    """
+    if all(turn.get("loss", True) for turn in messages):
+        text = template.render(messages, **extra)
+        return text, [(0, len(text))]
+    left_out = [{**turn, "loss": not turn.get("loss", True)} for turn in messages]
+    text, answers = template.render_answers(left_out, **extra)
+    starts, ends = [0, *(end for _, end in answers)], [*(start for start, _ in answers), len(text)]
+    return text, [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]

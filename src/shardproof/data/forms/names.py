@@ -1,0 +1,83 @@
+"""Names that rows leave open: `{{NAME}}` and `{{AUTHOR}}` in those of ms-swift's self-cognition, by which a model
+learns what it is called and who made it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardproof.data.forms.formats import Form, Normal
+from shardproof.errors import ConfigError
+
+NAME, AUTHOR = "{{NAME}}", "{{AUTHOR}}"
+OPEN = "self-cognition"  # in the names of datasets whose rows leave them open
+CHINESE = "zh"  # what the field `tag` of a row says that is in Chinese
+
+
+@dataclass(frozen=True)
+class Named:
+    """`normalise` of a form, for records whose open names are filled in first, in every text of theirs."""
+
+    form: Form
+    names: Mapping[str, Sequence[str]]
+
+    def __call__(self, record: Any, columns: Mapping[str, str] | None = None) -> Normal:
+        chinese = isinstance(record, dict) and record.get("tag") == CHINESE
+        return self.form.normalise(
+            _filled(record, {left_open: given[0 if chinese else -1] for left_open, given in self.names.items()}),
+            columns,
+        )
+
+
+def _filled(value: Any, said: Mapping[str, str]) -> Any:
+    if isinstance(value, str):
+        for left_open, name in said.items():
+            value = value.replace(left_open, name)
+        return value
+    if isinstance(value, dict):
+        return {key: _filled(its, said) for key, its in value.items()}
+    return [_filled(its, said) for its in value] if isinstance(value, list) else value
+
+
+def check_left_open(name: Sequence[str], author: Sequence[str], datasets: Sequence[str], *read: Any) -> None:
+    """Raise ConfigError for names that no row asks for: one that spells its place otherwise would be learnt with it.
+
+    `read`: rows, or None; of those that are read while training nothing is known.
+    """
+    given = [flag for flag, its in (("--model-name", name), ("--model-author", author)) if its]
+    rows = [part for part in read if part is not None]
+    if not given or any(OPEN in source for source in datasets) or not all(hasattr(part, "records") for part in rows):
+        return
+    texts = (json.dumps(record, default=repr) for part in rows for record in part.records())
+    if not any(NAME in text or AUTHOR in text for text in texts):
+        out = "it" if len(given) == 1 else "them"
+        raise ConfigError(
+            f"{' and '.join(given)}: no row of {', '.join(datasets)} leaves open what the model is called ({NAME}) or"
+            f" who made it ({AUTHOR}). Leave {out} out, or write these words where the names are to stand."
+        )
+
+
+def named(form: Form, datasets: Sequence[str], name: Sequence[str], author: Sequence[str]) -> Form:
+    """The form of records in which a model's name and its author's are filled in.
+
+    Args:
+        form: of the records with their names.
+        datasets: that are read in this form.
+        name, author: none, one, or two: in Chinese, for rows whose field `tag` is `zh`, and in any other language.
+
+    Raises:
+        ConfigError: there are more names than two, or a dataset leaves names open, and they are not given.
+    """
+    for flag, given in (("--model-name", name), ("--model-author", author)):
+        if len(given) > 2:
+            raise ConfigError(f"{flag} {' '.join(given)}: one name is meant, or a Chinese and an English one.")
+    left = [source for source in datasets if OPEN in source]
+    if left and not (name and author):
+        raise ConfigError(
+            f"Rows of {left[0]} leave open what the model is called ({NAME}) and who made it ({AUTHOR}): give"
+            " --model-name and --model-author, each in Chinese and in English where there are rows in both."
+        )
+    said = {left_open: tuple(given) for left_open, given in ((NAME, name), (AUTHOR, author)) if given}
+    return replace(form, normalise=Named(form, said)) if said else form

@@ -1,0 +1,1 @@
+"""Pictures, sounds and videos of rows: read, encoded and put into batches."""

@@ -1,0 +1,361 @@
+"""Rows with files for a model with a processor: encoded once to be checked, and again whenever they are trained on.
+
+[Note: twice] What a picture becomes is large, and how many tokens it takes only the processor knows. So before
+training every row goes through the processor once: bad files are found, lengths and labels are kept, tensors are not.
+In training the same rows are read and processed again, a batch at a time, by workers. Rows without files go the same
+way, and bring no tensors of pictures or sounds: the towers are then not run at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from inspect import Parameter, signature
+from typing import Any
+
+from shardproof.data.encoding.encode import (
+    IGNORE,
+    Encoder,
+    Learnt,
+    labels_of,
+)
+from shardproof.data.encoding.seen import Seen, refusals
+from shardproof.data.encoding.template import Span
+from shardproof.data.forms.parts import KINDS, Problem, parts_of, placeholders, refusal, shown, text_of
+from shardproof.data.media.grounding import Grounded
+from shardproof.data.media.hearing import Hearing
+from shardproof.data.media.limits import Limits
+from shardproof.data.media.reading import Frames, files_of
+from shardproof.data.rows import BadRows, Row
+from shardproof.errors import ConfigError, DataError
+from shardproof.models.processors import writes_more
+
+# What processors call the files of each kind.
+_NAMES = {"image": "images", "audio": "audio", "video": "videos"}
+_SECONDS = "video_second_per_grid"  # in what the processors of the Omnis make: between patches, of each video
+
+
+class MediaEncoder:
+    """Rows through a model's chat template and processor.
+
+    Args:
+        processor: of transformers, with the model's chat template on its tokenizer.
+        limits: of what is read.
+        loss, system, variables, bad_rows: as for `encode_rows`.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        limits: Limits,
+        *,
+        loss: Learnt = "answer",
+        system: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        bad_rows: BadRows = "stop",
+    ) -> None:
+        self.processor, self.limits = processor, limits
+        self.options = {"loss": loss, "system": system, "variables": dict(variables or {})}
+        self._encoder = Encoder(processor.tokenizer, loss, system, variables, bad_rows)
+        # In texts for Qianfan-OCR a picture has another mark than what it becomes.
+        tokens = {
+            k: getattr(processor, f"{k}_placeholder_token", getattr(processor, f"{k}_token", None)) for k in KINDS
+        }
+        self.tokens = {kind: str(token) for kind, token in tokens.items() if token is not None}  # by kind
+        self._objects = Grounded(processor)
+        self._hearing = Hearing(self._of_sound, limits.sampling_rate, limits.max_seconds)
+
+    @cached_property
+    def _made(self) -> list[str]:
+        """The tokens of files that no text may have: the processor puts them where another mark stands (Gemma 3)."""
+        own = [
+            getattr(of, f"{k}_token", None) for k in self.tokens for of in (self.processor, self.processor.tokenizer)
+        ]
+        return [str(token) for token in own if token and not any(str(token) in mark for mark in self.tokens.values())]
+
+    @property
+    def seen(self) -> Seen:
+        """What the chat template writes."""
+        return self._encoder.seen
+
+    @property
+    def takes(self) -> list[str]:
+        """The kinds of files that the model takes."""
+        return list(self.tokens)
+
+    def text(self, row: Row) -> tuple[str, list[Span]]:
+        """What the chat template makes of a row, and where in it the answers stand; a plain prompt has the marks of its
+        files in their places."""
+        marked = self._marked if row.kind == "text" else self.known
+        shown = replace(row, messages=[{**m, "content": marked(m["content"])} for m in row.messages])
+        text, spans = self._encoder.text(shown)
+        begun = self._begun(text)
+        more = len(begun) - len(text)
+        return begun, [(start + more, end + more) for start, end in spans]
+
+    def _text_with(self, row: Row, files: Mapping[str, list[Any]]) -> tuple[str, list[Span]]:
+        """As `text`, with the objects of its pictures in their places."""
+        return self.text(replace(row, messages=self._objects.filled(row.messages, files["image"])))
+
+    def _begun(self, text: str) -> str:
+        """The text behind the token that the tokenizer begins texts with, which templates may leave out."""
+        begin = "" if getattr(self.processor, "begins_texts", False) else self._encoder.begin_of_text
+        return text if text.lstrip().startswith(begin) else begin + text
+
+    def known(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        """The content of a turn for the chat template: files that it has no mark for stand there as tokens."""
+        if isinstance(content, str):
+            return content
+        parts = [p if p["type"] in ("text", *self._templated) else self._as_text(p["type"]) for p in content]
+        return parts if any(p["type"] != "text" for p in parts) else "".join(part["text"] for part in parts)
+
+    def shown(self, turns: Sequence[Mapping[str, Any]], files: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+        """The turns of a row for the chat template."""
+        filled = self._objects.filled(turns, files["image"])
+        return [{**turn, "content": self.known(turn["content"])} for turn in filled]
+
+    def _as_text(self, kind: str) -> dict[str, Any]:
+        return {"type": "text", "text": self.tokens.get(kind, "")}
+
+    @cached_property
+    def _templated(self) -> list[str]:
+        """The kinds of files that the chat template has marks for."""
+        return [kind for kind, token in self.tokens.items() if self._encoder.template.knows(kind, token)]
+
+    def _marked(self, content: str | list[dict[str, Any]]) -> str:
+        """A text without a template. Files are marked as the model's template marks them in a question, or with tokens
+        where that does not say."""
+        if isinstance(content, str):
+            return content
+        kinds = [part["type"] for part in content if part["type"] in self.tokens]
+        marks = self._encoder.template.marks(kinds) if self.processor.tokenizer.chat_template else None
+        if marks is None or any(self.tokens[kind] not in mark for kind, mark in zip(kinds, marks, strict=True)):
+            marks = [self.tokens[kind] for kind in kinds]
+        left = iter(marks)
+        return "".join(part["text"] if part["type"] == "text" else next(left, "") for part in content)
+
+    def files(self, row: Row) -> dict[str, list[Any]]:
+        """The files of a row, decoded.
+
+        Raises:
+            Problem: one of them cannot be used, or the model takes none of its kind.
+        """
+        for part in parts_of(row.messages):
+            if part["type"] not in self.takes:
+                raise Problem(
+                    f"it has a file of kind {part['type']}, the model takes {', '.join(self.takes) or 'none'}"
+                )
+        files = files_of(row, self.limits)
+        for message in row.messages:
+            lost = [kind for kind in placeholders(_only_text(message)) if kind in self.takes and not files[kind]]
+            if lost and message["role"] != "assistant":
+                raise Problem(f"<{lost[0]}> stands in the text, and the row names no {lost[0]}")
+        return files
+
+    def filled(self, row: Row) -> list[dict[str, Any]]:
+        """The turns of a row with its objects written into their texts. Raises Problem as `files` does, too."""
+        return self._objects.filled(row.messages, self.files(row)["image"])
+
+    def heard(self, row: Row) -> dict[str, list[Any]]:
+        """The files of a row. Raises Problem as `files` does, and for a sound whose end the model does not hear."""
+        files = self.files(row)
+        self.check_heard([part["audio"] for part in parts_of(row.messages) if part["type"] == "audio"], files["audio"])
+        return files
+
+    def check_heard(self, names: Sequence[str], sounds: Sequence[Any]) -> None:
+        """Raise Problem for the first of these sounds whose end the model does not hear."""
+        for number, (name, sound) in enumerate(zip(names, sounds, strict=True), 1):
+            try:
+                self._hearing.check(len(sound))
+            except Problem as problem:
+                raise Problem(f"audio {number} ({shown(name)}): {problem}") from None
+
+    def _of_sound(self, sound: Any) -> Any:
+        """What the processor makes of a sound, float32 of shape (samples,), and no words."""
+        files: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+        files["audio"] = [sound]
+        return self.process([self.tokens["audio"]], [files], return_tensors="pt", text_kwargs={"padding": False})
+
+    def encode(self, row: Row) -> tuple[list[int], list[int]]:
+        """Token ids, with as many for each file as it takes, and labels.
+
+        Raises:
+            Problem: a file cannot be used, or the template has no place for it.
+            ConfigError: what the processor does to texts cannot be followed.
+        """
+        files = self.heard(row)
+        text, spans = self._text_with(row, files)
+        out = self.process(
+            [text],
+            [files],
+            return_text_replacement_offsets=True,
+            # Some take no text that is to become a list.
+            text_kwargs={"return_offsets_mapping": True, "padding": False, "return_tensors": "pt"},
+        )
+        ids = _listed(out["input_ids"][0])
+        replaced = out.get("text_replacement_offsets")
+        if replaced is None:
+            return ids, self._labels_by_beginnings(ids, text, spans, files)
+        _check_seen(replaced[0])
+        grown, moved = _after_replacement(text, spans, replaced[0])
+        self._check_followed(text, grown, replaced[0], ids)
+        return ids, labels_of(ids, _listed(out["offset_mapping"][0]), moved, grown)
+
+    def _check_followed(self, text: str, grown: str, replaced: Sequence[Any], ids: list[int]) -> None:
+        """Raise ConfigError for a processor that changes more of a text than it says: places in our text are then not
+        those in its own, and other tokens than those of the answer would be learnt."""
+        marked = all(text[slice(*change["span"])] == change["text"] for change in replaced)
+        tokenizer = self.processor.tokenizer
+        if not marked or tokenizer(grown, add_special_tokens=False, verbose=False)["input_ids"] != ids:
+            raise ConfigError(writes_more(type(self.processor).__name__))
+
+    def _labels_by_beginnings(
+        self, ids: list[int], text: str, spans: Sequence[Span], files: Mapping[str, list[Any]]
+    ) -> list[int]:
+        """Labels from a processor that does not say what it puts where: where an answer begins and ends, the tokens of
+        all before it say. A token that begins before is no part of it, as in `labels_of`."""
+
+        def before(end: int) -> int:
+            some = {kind: files[kind][: text[:end].count(token)] for kind, token in self.tokens.items()}
+            first = self.process([text[:end]], [some], text_kwargs={"padding": False})["input_ids"][0] if end else []
+            same = next((i for i, (a, b) in enumerate(zip(first, ids, strict=False)) if a != b), len(first))
+            return same + (same < len(first))  # the token in which they part begins before `end`
+
+        labels = [IGNORE] * len(ids)
+        for start, end in ((before(start), before(end)) for start, end in spans):
+            labels[start:end] = ids[start:end]
+        return labels
+
+    def question(self, messages: Sequence[Mapping[str, Any]], where: str, tools: Any = None) -> dict[str, Any]:
+        """The tensors that a model is asked with; relative paths begin beside the file `where`, and `tools` are what
+        the template shows besides.
+
+        Raises:
+            DataError: a file cannot be used.
+        """
+        row = Row([dict(message) for message in messages], where, 0)
+        try:
+            return self.asked([self.seen.in_its_words(messages)], [self.heard(row)], tools=tools)
+        except Problem as problem:
+            raise DataError(str(problem)) from None
+
+    def batch(self, rows: Sequence[Row], files: Sequence[dict[str, list[Any]]]) -> dict[str, Any]:
+        """The tensors of some rows: `input_ids` and `attention_mask` of shape (rows, length), padded on the right, and
+        what their files have become."""
+        texts = [self._text_with(row, of_row)[0] for row, of_row in zip(rows, files, strict=True)]
+        out = self.process(texts, files, return_tensors="pt", text_kwargs={"padding": True, "padding_side": "right"})
+        return dict(out)
+
+    def given(self, files: Sequence[dict[str, list[Any]]]) -> dict[str, Any]:
+        """What a processor is called with beside texts, for the files of some rows."""
+        flat = {_NAMES[kind]: [file for row in files for file in row[kind]] for kind in self.takes}
+        given: dict[str, Any] = {name: values for name, values in flat.items() if values}
+        # Qwen3-ASR's wants to be told that there is no sound.
+        wanted = signature(type(self.processor).__call__).parameters
+        missing = [name for name in flat if name in wanted and name not in given]
+        nothing = {name: None for name in missing if wanted[name].default is Parameter.empty}
+        if "audio" in given:
+            given["audio_kwargs"] = {"sampling_rate": self.limits.sampling_rate}
+        if "videos" in given:
+            part = getattr(self.processor, "video_processor", None)
+            least = getattr(part, "temporal_patch_size", 1)  # some refuse less than a patch
+            given["videos"] = [video.of_at_least(least) for video in given["videos"]]
+            given["videos_kwargs"] = _as_taken(given["videos"], part)
+        # Those of a row together: some processors tell rows apart by it. GOT-OCR2's would take them for one in pages.
+        if "images" in given and not hasattr(self.processor, "multi_page"):
+            given["images"] = [row["image"] for row in files]
+        return given | nothing
+
+    def asked(
+        self,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        files: Sequence[dict[str, list[Any]]],
+        answered: bool = False,
+        tools: Any = None,
+    ) -> dict[str, Any]:
+        """The tensors of conversations up to where an answer would begin, padded on the left, or of those that are
+        `answered`, on the right; all have these `tools`. Raises Problem where the template or the processor refuses
+        one."""
+        shown = [self.shown(turns, of_row) for turns, of_row in zip(conversations, files, strict=True)]
+        with refusals():
+            render = partial(self._encoder.template.render, prompt=not answered, tools=tools)
+            texts = [self._begun(render(turns)) for turns in shown]
+        how = {"padding": True, "padding_side": "right" if answered else "left"}
+        return dict(self.process(texts, files, return_tensors="pt", text_kwargs=how))
+
+    def process(self, texts: list[str], files: Sequence[dict[str, list[Any]]], **options: Any) -> Any:
+        """What the processor makes of texts with files. Raises Problem where it refuses them, or where a text has a
+        token that only files become: the model would look for one more."""
+        if token := next((token for token in self._made for text in texts if token in text), None):
+            raise Problem(f"{token} stands in the text, which is a token of a file: write it in another way")
+        text_options = {**options.pop("text_kwargs"), "add_special_tokens": False}
+        if "return_tensors" not in options:  # of texts; some processors count the tokens of files that are tensors only
+            options |= {f"{name}_kwargs": {"return_tensors": "pt"} for name in _NAMES.values()}
+        given = self.given(files)
+        options |= {
+            name: {**options.get(name, {}), **given.pop(name)} for name in list(given) if name.endswith("_kwargs")
+        }
+        try:
+            made = self.processor(text=list(texts), **given, text_kwargs=text_options, **options)
+        except Exception as error:
+            raise refusal(self.processor, error) from error
+        return self._timed(made, given.get("videos") or [])
+
+    def _timed(self, made: Any, videos: Sequence[Frames]) -> Any:
+        """What the processor has made, with the seconds between patches of each video: the Omnis' take one rate for all
+        videos, and look at no other. Theirs stay where nobody knows when the pictures were."""
+        if _SECONDS in made:
+            depth = self.processor.video_processor.temporal_patch_size
+            for number, video in enumerate(videos):
+                if (known := video.metadata)["duration"]:
+                    made[_SECONDS][number] = depth * known["duration"] / len(video)
+        return made
+
+    def length(
+        self, row: Row, conversation: Sequence[Mapping[str, Any]], files: dict[str, list[Any]], prompt: bool
+    ) -> int:
+        """Tokens of a conversation of a row, those of its files among them; raises Problem where it is refused."""
+        shown = self.shown(conversation, files)
+        with refusals():
+            self._encoder.seen.check(row, shown)
+            text = self._begun(self._encoder.template.render(shown, prompt=prompt))
+        return len(self.process([text], [files], text_kwargs={"padding": False})["input_ids"][0])
+
+
+def _listed(values: Any) -> list[Any]:
+    return values.tolist() if hasattr(values, "tolist") else list(values)
+
+
+def _check_seen(replaced: Sequence[Any]) -> None:
+    """Raise Problem for a file that the processor puts no token in the place of."""
+    for change in replaced:
+        if not change["replacement"]:
+            raise Problem("a file is too small or too short for this model: it takes no token")
+
+
+def _after_replacement(text: str, spans: Sequence[Span], replaced: Sequence[Any]) -> tuple[str, list[Span]]:
+    """The text with each placeholder grown to what the processor put in its place, and the spans in that text."""
+    pieces, last = [], 0
+    for change in replaced:
+        start, end = change["span"]
+        pieces += [text[last:start], change["replacement"]]
+        last = end
+    grown = "".join([*pieces, text[last:]])
+
+    def moved(at: int) -> int:
+        return at + sum(len(c["replacement"]) - (c["span"][1] - c["span"][0]) for c in replaced if c["span"][1] <= at)
+
+    return grown, [(moved(start), moved(end)) for start, end in spans]
+
+
+def _as_taken(videos: Sequence[Frames], processor: Any) -> dict[str, Any]:
+    """What a processor of videos has to know where their frames are taken already: to take all, and when they were."""
+    ours = {"do_sample_frames": False, "stack_frames": 1, "video_metadata": [video.metadata for video in videos]}
+    taken = getattr(getattr(processor, "valid_kwargs", None), "__annotations__", {})
+    return {name: value for name, value in ours.items() if name in taken}
+
+
+def _only_text(message: Mapping[str, Any]) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else text_of([part for part in content if part["type"] == "text"])

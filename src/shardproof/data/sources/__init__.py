@@ -1,0 +1,1 @@
+"""Where records come from: files, hubs, streams of them, and mixtures."""

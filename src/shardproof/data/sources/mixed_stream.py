@@ -1,0 +1,90 @@
+"""A stream of several datasets, in which each has a share of the rows.
+
+[Note: draws]
+Which dataset the next row is of is drawn block by block, from the seed, the pass and the number of the block. So every
+rank that reads the stream draws the same, and a checkpoint need not know how far drawing is, only how far each dataset
+was read.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shardproof.data.forms.formats import SUPERVISED, Form
+from shardproof.data.rows import BadRow, Row
+from shardproof.data.sources.mixture import Mixture
+from shardproof.data.sources.stream import DEFAULT_SIZE, Place, Read, RowStream
+
+
+class _Told(NamedTuple):
+    """How far a dataset was read in a pass: so many of its records, up to where, and whether it was at its end."""
+
+    records: int = 0
+    at: Any = None
+    through: bool = False
+
+
+class MixedStream(RowStream):
+    """Rows of several sources, of which each next one is of a source that is drawn ([Note: draws])."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        mixture: Mixture,
+        seed: int,
+        size: int = DEFAULT_SIZE,
+        columns: Mapping[str, str] | None = None,
+        form: Form = SUPERVISED,
+    ) -> None:
+        super().__init__(names, size, columns, form)
+        self._mixture, self._seed = mixture, seed
+        self._readings: dict[int, Any] = {}  # by source, with the iterator over it
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_readings": {}}
+
+    def read(self, place: Place) -> Read:
+        if place.passes < 0:  # a look at one source
+            return super().read(place)
+        if place != self._open:
+            self._readings = {}
+        told = [_Told(*said) for said in place.at] if place.at else [_Told() for _ in self._sources]
+        chance = random.Random(f"{self._seed} {place.passes} {place.block}")
+        rows: list[Row] = []
+        bad: list[BadRow] = []
+        for number in chance.choices(range(len(told)), self._mixture.shares, k=self._size):
+            found = self._drawn(number, told)
+            if found is None:
+                self._open = None
+                return Read(rows, bad, Place(place.passes + 1))
+            row = self._checked(number, *found)
+            (rows if isinstance(row, Row) else bad).append(row)  # type: ignore[arg-type]
+        for number, (reading, _) in self._readings.items():
+            told[number] = told[number]._replace(at=reading.at())
+        after = Place(place.passes, place.block + 1, at=[list(said) for said in told])
+        self._open = after
+        return Read(rows, bad, after)
+
+    def _drawn(self, number: int, told: list[_Told]) -> tuple[int, Any] | None:
+        """Line and content of the next record of a source, or None where the pass ends."""
+        found = self._next_of(number, told[number])
+        if found is None:
+            told[number] = _Told(through=True)
+            self._readings.pop(number, None)
+            if self._mixture.stopping == "first_exhausted" or all(said.through for said in told):
+                return None
+            found = self._next_of(number, told[number])
+        told[number] = told[number]._replace(records=told[number].records + 1)
+        return found
+
+    def _next_of(self, number: int, told: _Told) -> tuple[int, Any] | None:
+        limit = self._limits[number]
+        if limit is not None and told.records >= limit:
+            return None
+        if number not in self._readings:
+            reading = self._sources[number].reading(told.at)
+            self._readings[number] = reading, iter(reading)
+        found: tuple[int, Any] | None = next(self._readings[number][1], None)
+        return found

@@ -1,0 +1,67 @@
+"""ModelScope's hub: models and datasets that are named `MS::OWNER/NAME`, fetched and kept by its own client."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Literal
+
+from shardproof.errors import ConfigError
+
+PREFIX = "MS::"
+PATIENCE = 4.0  # seconds the hub has to answer
+
+# Files of a model that transformers does not read, and those that hold weights.
+OTHER_FORMATS = ("*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.ot", "*.tflite", "original/*")
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+
+
+def named(text: str) -> str | None:
+    """`OWNER/NAME` of what ModelScope's hub shall give, None of anything else."""
+    return text[len(PREFIX) :] if text[: len(PREFIX)].upper() == PREFIX else None
+
+
+def endpoint() -> str:
+    """Where the hub is, by the variables that its client reads."""
+    said = os.environ.get("MODELSCOPE_ENDPOINT") or os.environ.get("MODELSCOPE_DOMAIN") or "modelscope.cn"
+    return said if "://" in said else f"https://{said}"
+
+
+def fetch(kind: Literal["model", "dataset"], name: str, revision: str | None = None, weights: bool = True) -> Path:
+    """The folder of a copy on this machine, brought up to date where the hub answers.
+
+    Raises:
+        ConfigError: there is none, or the client of the hub is missing.
+    """
+    from shardproof.data.sources.hub import silence_of
+
+    if name.count("/") != 1:
+        raise ConfigError(f"{PREFIX}{name}: what ModelScope's hub shall give is named {PREFIX}OWNER/NAME.")
+    try:
+        from modelscope_hub.compat import snapshot_download
+    except ImportError:
+        raise ConfigError(
+            f"{PREFIX}{name}: ModelScope's hub needs its client; pip install 'shardproof[modelscope]' brings it."
+        ) from None
+    logging.getLogger("modelscope_hub").setLevel(logging.WARNING)  # its progress bars say what it does
+    silent = silence_of(endpoint(), PATIENCE)
+    left_out = [] if kind == "dataset" else [*OTHER_FORMATS, *(() if weights else WEIGHTS)]
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                repo_type=kind,
+                revision=revision,
+                ignore_patterns=left_out,
+                local_files_only=silent is not None,
+            )
+        )
+    except Exception as error:  # of the hub, of the network, of the disk
+        if silent is not None:
+            raise ConfigError(
+                f"There is no copy of the {kind} {PREFIX}{name} on this machine, and ModelScope's hub {endpoint()} "
+                f"cannot be reached ({silent})."
+            ) from None
+        reason = str(error).split("\n", 1)[0] or type(error).__name__
+        raise ConfigError(f"ModelScope's hub {endpoint()} gives no {kind} {name}: {reason}") from None

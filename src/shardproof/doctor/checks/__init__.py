@@ -1,0 +1,1 @@
+"""What `shardproof doctor` looks at, one kind of thing a file."""

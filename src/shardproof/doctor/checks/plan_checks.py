@@ -1,0 +1,231 @@
+"""Whether a run fits: the plan of its very stage, processes and rows, and of the models beside the one it trains."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardproof.doctor.checks.check import Check
+from shardproof.doctor.config import DoctorConfig, PlanConfig, RlhfDoctorConfig
+from shardproof.doctor.planning.subject import ROWS_ARE_TEXT
+from shardproof.errors import ConfigError
+from shardproof.models.family import CAUSAL
+from shardproof.models.scorers import SCORER
+from shardproof.train.options.rlhf_config import PAIRED, REFERRED, REWARDED
+from shardproof.train.run import recipe_of
+from shardproof.train.seq_cls.labelling import labels_of
+
+if TYPE_CHECKING:
+    from shardproof.doctor.planning.plan import Candidate
+    from shardproof.doctor.planning.sample import Sample
+    from shardproof.train.options.config import Batch
+
+OTHERWISE = {"stage", "offload", "gradient_checkpointing", "per_device_batch_size", "max_length"}  # lists in a plan
+ALONE = """import pickle, sys
+from shardproof.doctor.checks.plan_checks import held
+with open(sys.argv[1], "rb") as question, open(sys.argv[2], "wb") as answer:
+    pickle.dump(held(*pickle.load(question)), answer)
+"""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process of a run holds.
+
+    Attributes:
+        candidate: of the model that is trained, in a step.
+        others: bytes besides, by what they are for.
+        writing: bytes of the trained model while it writes answers; 0 where it writes none.
+        notes: what the numbers leave out.
+    """
+
+    candidate: Candidate
+    others: dict[str, float]
+    writing: float
+    notes: Sequence[str] = ()
+
+    @property
+    def besides(self) -> float:
+        return sum(self.others.values())
+
+    @property
+    def peak(self) -> float:
+        return max(self.candidate.peak, self.writing) + self.besides
+
+
+def memory(
+    config: DoctorConfig | RlhfDoctorConfig, batch: Batch, source: str, encoded: Any, processing: Any = None
+) -> list[Check]:
+    """One finding: what a process holds at most, of what there is."""
+    from shardproof.zero.device import default_device, free_memory
+
+    if config.model_type:  # which may be another model than its config says
+        seen = f"not known: plan counts models of transformers, and --model-type {config.model_type} is a plugin's"
+        return [Check("plan", "memory", "warn", seen, "The model cannot be planned.")]
+    there = config.memory * 1e9 if config.memory else free_memory(default_device(), config.nproc)
+    length = length_of(config, encoded)
+    if config.recipe in ("embedding", "reranker"):  # the texts of a row pass through the model at once
+        batch = batch.model_copy(update={"micro": batch.micro * (encoded.report.most if encoded is not None else 2)})
+    asked = plan_of(config, batch, source, length, max(there, 1) / 1e9)
+    try:
+        found = _counted(config, asked, batch, encoded, processing)
+    except Exception as error:  # a model of a plugin's, or one that asks for values: a plan is no reason to stop
+        seen = f"not known: {type(error).__name__}: {' '.join(str(error).split())}"
+        return [Check("plan", "memory", "warn", seen, "The model cannot be planned.")]
+    return [judged(config, f"{batch.micro} row(s) of {length} tokens", found, there)]
+
+
+def _counted(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, processing: Any) -> Held:
+    """What is held with the files of rows, as far as these can be followed: without values some models do not say how
+    large they get. Else the notes say why."""
+    try:
+        if found := _with_files(config, asked, batch, encoded, processing):
+            return found
+        rows = ROWS_ARE_TEXT
+    except ConfigError as error:
+        rows = f"the files of its rows are not counted ({' '.join(str(error).split()).removesuffix('.')})"
+    found = held_apart(config, asked, batch)
+    return replace(found, notes=[note.replace(ROWS_ARE_TEXT, rows) for note in found.notes])
+
+
+def _with_files(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, processing: Any) -> Held | None:
+    """What is held where each row has the files of the heaviest one; None where rows are text.
+
+    Raises:
+        ConfigError: their files cannot be followed.
+    """
+    from shardproof.data.encoding.pack import PackedMediaRows
+    from shardproof.data.media.rows import MediaRows
+    from shardproof.doctor.planning.sample import Joined, heaviest, longest
+    from shardproof.train.rlhf.pictures import are_pictured
+
+    paired = isinstance(config, RlhfDoctorConfig) and encoded is not None and are_pictured(encoded)
+    packed = isinstance(encoded, PackedMediaRows)
+    if not (paired or packed or isinstance(encoded, MediaRows)):
+        return None
+    recipe: Any = recipe_of(config)
+    if packed:  # each is looked at as one row, whose loss is computed without the logits
+        encoded, asked = Joined(encoded), asked.model_copy(update={"packing": False, "chunked_loss": True})
+    sample = longest(encoded) if paired else heaviest(encoded, recipe.media_encoder(config, processing))
+    return held_apart(config, asked, batch, sample) if sample else None
+
+
+def held_apart(
+    config: DoctorConfig | RlhfDoctorConfig, asked: PlanConfig, batch: Batch, sample: Sample | None = None
+) -> Held:
+    """`held`, in a process of its own where this one is a rank already (of several machines): a plan imagines ranks."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return held(config, asked, batch, sample)
+    with tempfile.TemporaryDirectory(prefix="shardproof-plan-") as folder:
+        question, answer = Path(folder, "question"), Path(folder, "answer")
+        question.write_bytes(pickle.dumps((config, asked, batch, sample)))
+        run = [sys.executable, "-c", ALONE, str(question), str(answer)]
+        done = subprocess.run(run, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ConfigError((done.stderr.strip() or "no message").splitlines()[-1])
+        found: Held = pickle.loads(answer.read_bytes())
+        return found
+
+
+def held(
+    config: DoctorConfig | RlhfDoctorConfig, asked: PlanConfig, batch: Batch, sample: Sample | None = None
+) -> Held:
+    """`asked`: the run in the words of plan; `sample`: a row like all others, see `Rank`."""
+    from shardproof.doctor.planning.others import beside
+    from shardproof.doctor.planning.plan import loss_of, make_plan
+
+    if not isinstance(config, RlhfDoctorConfig):
+        plan = make_plan(asked, *loss_of(asked), sample)
+        return Held(plan.candidates[0], {}, 0.0, plan.notes)
+    how: Any = (CAUSAL, "fused") if config.rlhf_type in REFERRED else ()
+    how = (SCORER, "scores") if config.rlhf_type == "rm" else how
+    how = (CAUSAL, "distilled") if config.rlhf_type == "gkd" else how
+    auto, loss = how or loss_of(asked)
+    plan, others = make_plan(asked, auto, loss, sample), beside(config, asked, asked.model)
+    return Held(plan.candidates[0], others, writing_of(config, batch, asked), plan.notes)
+
+
+def judged(config: DoctorConfig | RlhfDoctorConfig, rows: str, found: Held, there: float) -> Check:
+    peak, candidate = found.peak, found.candidate
+    seen = f"{peak / 1e9:.2f} GB a process of {there / 1e9:.2f}, {rows}"
+    seen += "".join(f"; {size / 1e9:.2f} of it for {what}" for what, size in found.others.items())
+    seen += f"; {(found.writing + found.besides) / 1e9:.2f} while answers are written" if found.writing else ""
+    seen += f"; {candidate.home / 1e9:.2f} GB elsewhere (--offload {config.offload})" if candidate.home else ""
+    seen += f"; {candidate.kept / 1e9:.2f} GB of activations on the host" if candidate.kept else ""
+    seen += "".join(f". {note.removesuffix('.')}" for note in found.notes)
+    if peak > there:
+        option = "shardproof plan shows what fits: --stage 3, --gradient-checkpointing, --per-device-batch-size 1"
+        return Check("plan", "memory", "fail", seen, "The run would end out of memory.", option)
+    if peak > 0.9 * there:
+        why = "Little is left for what is no tensor."
+        return Check("plan", "memory", "warn", seen, why, "--gradient-checkpointing")
+    return Check("plan", "memory", "ok", seen)
+
+
+def plan_of(config: Any, batch: Batch, source: str, length: int, memory: float) -> PlanConfig:
+    """A run in the words of `shardproof plan`, which has many of its options."""
+    import torch
+
+    shared = (PlanConfig.model_fields.keys() & type(config).model_fields.keys()) - OTHERWISE
+    on_cpu = not torch.accelerator.is_available()
+    elsewhere: Any = (config.offload or "none").partition(":")[0]
+    paired = isinstance(config, RlhfDoctorConfig) and config.rlhf_type in PAIRED
+    machines, world = int(str(config.nnodes or 1).partition(":")[0]), batch.world_size
+    whole = config.shard_group == 1  # then a process holds all there is, as at stage 0
+    labelled = config.recipe == "seq_cls"
+    own: dict[str, Any] = {
+        "model": source,
+        **({"num_labels": len(labels_of(config).names)} if labelled else {}),
+        "gpus": [world],
+        "nodes": 1 if world % machines else machines,
+        "shard_group": None if whole else config.shard_group,
+        "gpu_memory": memory,
+        "device": "cpu" if on_cpu else "gpu",
+        "stage": "0" if whole else str(config.stage),
+        "offload": ["none" if on_cpu and elsewhere != "nvme" else elsewhere],
+        "gradient_checkpointing": [config.gradient_checkpointing],
+        "per_device_batch_size": [batch.micro * (1 + paired)],  # both answers pass through the model at once
+        "gradient_accumulation_steps": batch.accumulation,
+        "max_length": [length],
+    }
+    return PlanConfig(**{name: getattr(config, name) for name in shared} | own)
+
+
+def length_of(config: Any, encoded: Any) -> int:
+    """Tokens of the longest row that there is, or may be."""
+    longest = config.max_length
+    if config.recipe in ("seq_cls", "embedding", "reranker") and encoded is not None:
+        longest = encoded.report.limit or longest
+    if encoded is not None and not getattr(config, "packing", False):
+        longest = min(longest, max(getattr(encoded.report, "longest", 0), 2))
+    return longest + (config.max_completion_length if generates(config, with_server=True) else 0)
+
+
+def generates(config: Any, with_server: bool = False) -> bool:
+    """Whether the run writes answers, by itself or `with_server`."""
+    if not isinstance(config, RlhfDoctorConfig):
+        return False
+    if config.rlhf_type == "gkd":
+        return config.lmbda > 0 or config.seq_kd
+    if config.rlhf_type not in REWARDED:
+        return False
+    return with_server or not config.use_vllm
+
+
+def writing_of(config: Any, batch: Batch, asked: PlanConfig) -> float:
+    """Bytes of the trained model while answers are written, 0 where it writes none."""
+    from shardproof.doctor.planning.others import while_writing
+
+    if not generates(config):
+        return 0.0
+    steps = 1 if config.rlhf_type == "gkd" else config.steps_per_generation or batch.accumulation
+    at_once = batch.micro * steps
+    return while_writing(asked, at_once, asked.max_length[0] - config.max_completion_length)

@@ -1,0 +1,63 @@
+"""Checks of the checkpoint that a run begins from: whether it is of these rows, and of this model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shardproof.checkpoint.contents import compare, plain_parts
+from shardproof.checkpoint.manifest import Manifest
+from shardproof.doctor.checks.check import Check
+from shardproof.errors import CheckpointError, ConfigError
+from shardproof.train.options.config import Batch, RunConfig
+from shardproof.train.resume import AUTO, at_its_end, check_order, order_of, starts
+
+NAME = "checkpoint"
+
+
+def rows(config: RunConfig, batch: Batch, found: Any, encoded: Any) -> list[Check]:
+    """Whether the rows, their order and the optimizer are those of the run that wrote it."""
+    begin = starts(config)
+    if not begin:
+        return []
+    try:
+        check_order(begin[0], order_of(config, found, len(encoded), batch.whole), found)
+    except ConfigError as error:
+        cause = "The run would be refused."
+        return [Check("data", NAME, "fail", " ".join(str(error).split()), cause, "--resume, or the options named")]
+    return [Check("data", NAME, "ok", f"{begin[0]} was written by a run on these rows")]
+
+
+def ended(config: RunConfig, steps: int) -> list[Check]:
+    """Whether it is at the end of a run of so many steps already."""
+    begin = starts(config)
+    told = at_its_end(begin[0], steps, config) if begin else ""
+    return [Check("data", NAME, "warn", told, "The run would only write its weights again.")] if told else []
+
+
+def weights(config: RunConfig, model: nn.Module) -> list[Check]:
+    """Whether it holds what this model has: its parts and adapters, in these shapes."""
+    begin = starts(config)
+    if not begin:
+        return []
+    problems = []
+    for start in begin:
+        try:
+            manifest = Manifest.read(start)
+        except CheckpointError as error:
+            problems.append(str(error))
+            if config.resume == AUTO:
+                continue  # the one before it takes its place
+            break
+        try:
+            compare(plain_parts(model), manifest, start)
+        except CheckpointError as error:
+            cause = "The run would end when it loads it."
+            option = "--resume with a run of this model, or --model and --tuner as in that run"
+            return [Check("model", NAME, "fail", str(error), cause, option)]
+        if problems:
+            cause = "The newest one is damaged, and the one before it takes its place."
+            return [Check("model", NAME, "warn", problems[0], cause)]
+        return [Check("model", NAME, "ok", f"{start} is of this model")]
+    return [Check("model", NAME, "fail", problems[0], "The run would end when it loads it.", "--resume")]

@@ -1,0 +1,122 @@
+"""Checks of runs of `shardproof rlhf`: their rows, what is compared or rewarded, and what can be verified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from shardproof.doctor.checks.check import Check, option_in, some
+from shardproof.doctor.checks.data_checks import longer_than
+from shardproof.errors import ConfigError, DataError
+from shardproof.train.options.config import Batch, RunConfig
+from shardproof.train.options.rlhf_config import PAIRED, REWARDED, RlhfConfig
+from shardproof.train.rlhf.algorithms import ALGORITHMS
+from shardproof.train.rlhf.rewards import check_rewarded
+
+AREA = "data"
+MOST = 1000  # rows that are rendered
+SHARE = 0.9  # of rows that are left out or cut, from which on little is learnt
+TOGETHER = ("kto", "gkd")  # their loss is of a micro-batch of all ranks together
+
+
+def lengths(report: Any, config: RlhfConfig, rows: Iterable[Any] = ()) -> list[Check]:
+    """How long `rows` are, and how many are left out or cut. `report`: a `PairReport`."""
+    seen, lost = f"up to {report.longest:,} tokens", report.rows - report.kept
+    if not lost and not report.cut:
+        return [Check(AREA, "lengths", "ok", seen)]
+    seen += f"; {lost} left out and {report.cut} cut of {report.rows:,} (--max-length {config.max_length})"
+    status: Any = "fail" if lost + report.cut > SHARE * report.rows else "warn"
+    cuts = [f"--truncation {end}" for end in ALGORITHMS[config.rlhf_type].cuts[:1]]
+    option = longer_than(report.longest, cuts, rows, cut_beside_files=False)
+    return [Check(AREA, "lengths", status, seen, "What is left out or cut is not learnt.", option)]
+
+
+def answers(config: RlhfConfig, rows: Any, tokenizer: Any) -> list[Check]:
+    """Whether the template writes what is compared: answers, or the beginning of one that is to be generated."""
+    from shardproof.data.encoding.seen import Seen
+    from shardproof.data.encoding.template import Template
+    from shardproof.train.rlhf.rows import example_of
+
+    looked = [row for row, _ in zip(rows, range(MOST), strict=False) if row.kind == "chat"]
+    if not looked or config.rlhf_type == "gkd":
+        return []
+    template, lost = Template(tokenizer), []
+    seen_by = Seen(template)
+    for row in looked:
+        example, conversations = example_of(config, row, seen_by)
+        texts = [template.render(conversation) for conversation in conversations]
+        question = template.render(example["prompt"], prompt=config.rlhf_type in REWARDED)
+        if config.rlhf_type in PAIRED:
+            same = texts[0] == texts[1]
+        else:
+            same = question == texts[0]
+        if same:
+            lost.append(row.where)
+    option = "--chat-template with one that writes every turn, and begins an answer"
+    if not lost:
+        return [Check(AREA, "answers", "ok", f"the template writes them, in {len(looked):,} rows")]
+    if config.rlhf_type in REWARDED:
+        seen = f"nothing begins an answer in {len(lost)} of {len(looked):,} rows: {some(lost)}"
+        return [Check(AREA, "answers", "warn", seen, "The model is not told that it is its turn.", option)]
+    what = "both answers give the same text" if config.rlhf_type in PAIRED else "the answer does not appear"
+    seen = f"{what} in {len(lost)} of {len(looked):,} rows: {some(lost)}"
+    status: Any = "fail" if len(lost) > len(looked) / 2 else "warn"
+    return [Check(AREA, "answers", status, seen, "Nothing can be learnt from these rows.", option)]
+
+
+def rewarded(config: RlhfConfig, batch: Batch, rows: Any) -> list[Check]:
+    """Whether rows are enough, and have the columns that rewards want."""
+    try:
+        check_rewarded(config, batch, rows)
+    except (ConfigError, DataError) as error:
+        text = " ".join(str(error).split())
+        return [Check(AREA, "rewards", "fail", text, "The run would be refused.", option_in(error, "--dataset"))]
+    return []
+
+
+def labels(config: RlhfConfig, rows: Any) -> list[Check]:
+    """Of judged answers: whether there are good and bad ones."""
+    if config.rlhf_type != "kto":
+        return []
+    good = sum(bool(row.extra["label"]) for row in rows)
+    seen = f"{good:,} good and {len(rows) - good:,} bad answers"
+    if good and len(rows) - good:
+        return [Check(AREA, "labels", "ok", seen)]
+    return [Check(AREA, "labels", "warn", seen, "All answers are pushed the same way.", "rows of both kinds")]
+
+
+def draws_answers(config: RunConfig) -> bool:
+    """Whether a run learns from answers that are drawn by chance while it trains."""
+    if not isinstance(config, RlhfConfig):
+        return False
+    return config.rlhf_type in REWARDED or (config.rlhf_type == "gkd" and (config.lmbda > 0 or config.seq_kd))
+
+
+def check_verifiable(config: RlhfConfig) -> None:
+    """Raise ConfigError for a run whose answers are drawn by chance: no two numbers of processes draw the same."""
+    if draws_answers(config):
+        option = (
+            " Add --lmbda 0, without --seq-kd, to compare what it learns from written answers."
+            if config.rlhf_type == "gkd"
+            else ""
+        )
+        raise ConfigError(
+            f"--rlhf-type {config.rlhf_type} learns from answers that each rank draws by chance, so another number of "
+            f"processes learns from others: there is nothing to compare.{option}\n"
+            "'shardproof doctor' runs two steps of it; 'shardproof verify' takes dpo, kto, orpo, simpo, cpo and rm."
+        )
+
+
+def rewards(records: list[dict[str, Any]]) -> list[Check]:
+    """Whether what was generated in the trial was worth different things. `records`: of its steps."""
+    shown = [f"{r['reward']:.3g} (spread {r.get('reward_std') or 0.0:.2g})" for r in records if "reward" in r]
+    if not shown:
+        return []
+    seen = ", ".join(shown)
+    lengths = [r["completions/mean_length"] for r in records if "completions/mean_length" in r]
+    seen += f"; answers of {max(lengths):.0f} tokens" if lengths else ""
+    if not any(r.get("reward_std") for r in records):
+        cause = "All answers to a prompt were worth the same, so nothing was learnt in these steps."
+        option = "--reward-funcs, --temperature, --num-generations, or a model that sometimes succeeds"
+        return [Check("trial", "rewards", "warn", seen, cause, option)]
+    return [Check("trial", "rewards", "ok", seen)]

@@ -1,0 +1,40 @@
+"""Which activations are computed again in backward, in the words of sft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+from shardproof.models.checkpointing import checkpointing_name, enable_checkpointing
+
+if TYPE_CHECKING:
+    from shardproof.doctor.config import PlanConfig
+
+Checkpointing = bool | int | str  # False, True, "selective", or in every n-th layer
+
+
+def checkpointing_of(words: Sequence[Checkpointing]) -> list[Checkpointing]:
+    """The kinds that are meant, each once, none first: what was turned on stays on."""
+    meant: dict[Checkpointing, list[Checkpointing]] = {"no": [False], "yes": [True], "both": [False, True]}
+    found = {again for word in words for again in meant.get(word, [word])}
+    return sorted(
+        (bool(again) if again in (0, 1) else again for again in found), key=lambda again: (again != 0, str(again))
+    )
+
+
+def period_of(again: Checkpointing, period: int) -> int:
+    """After how many blocks a model repeats whose blocks do so after `period`, where every n-th is computed again."""
+    return lcm(period, again) if isinstance(again, int) and again > 1 else period
+
+
+def checkpoint(model: Any, again: Checkpointing, config: PlanConfig) -> None:
+    """Have the model compute activations again, if asked for, as the recipes do."""
+    from shardproof.train.model.activations import choose_checkpointing
+
+    if not again:
+        return
+    model.__dict__.pop(f"{checkpointing_name(model)}_enable", None)  # of the kind before
+    enable_checkpointing(choose_checkpointing(model, again), config.checkpointing_reentrant)
+    if config.tuner == "lora":
+        model.enable_input_require_grads()

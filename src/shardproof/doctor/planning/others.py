@@ -1,0 +1,87 @@
+"""What a run of `rlhf` holds beside the model it trains: models that are asked, a value that learns, answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+from shardproof.doctor.config import PlanConfig, RlhfDoctorConfig
+from shardproof.doctor.planning.blocks import keep_blocks, repeated_blocks
+from shardproof.doctor.planning.imagine import Rank
+from shardproof.doctor.planning.profiles import line
+from shardproof.doctor.planning.stand_ins import autocast_off_on_meta, fake_group
+from shardproof.doctor.planning.subject import as_held, meta_model
+from shardproof.models.family import CAUSAL
+from shardproof.models.scorers import SCORER, VALUER
+from shardproof.train.options.rlhf_config import REFERRED
+
+
+def beside(config: RlhfDoctorConfig, asked: PlanConfig, source: str) -> dict[str, float]:
+    """Bytes that a process holds, by what they are for. `asked`: the plan of the trained model."""
+    from shardproof.doctor.planning.plan import make_plan
+
+    found: dict[str, float] = {}
+    alone: dict[str, Any] = {"tuner": "full", "freeze": [], "train_parts": None, "quantize": None}
+    alone |= {"freeze_parameters": [], "trainable_parameters": []}
+    whole = asked.model_copy(update=alone)
+    frozen = sum(kept_by(whole.model_copy(update={"model": m}), kind, at) for m, kind, at in asked_only(config, source))
+    if frozen:
+        found["models that are not trained"] = frozen
+    if config.rlhf_type == "ppo":
+        stage = str(config.model_stages.get("value_model", config.stage))
+        value = whole.model_copy(update={"model": config.value_model or source, "stage": stage})
+        found["the value model"] = make_plan(value, VALUER, "scores").candidates[0].peak
+    if config.use_vllm and config.vllm_mode == "colocate" and not config.vllm_sleep:
+        found["vLLM"] = config.vllm_gpu_memory_utilization * asked.gpu_memory * 1e9
+    return found
+
+
+def kept_by(config: PlanConfig, auto: str, stage: int) -> float:
+    """Bytes of a model that is asked and never trained, between two questions."""
+
+    def live(rank: Rank) -> float:
+        rank.ask(1, 16)
+        return rank.ledger.here()
+
+    return _at_full_depth(as_held(meta_model(config, auto).requires_grad_(False), config), config, stage, live)
+
+
+def while_writing(config: PlanConfig, rows: int, prompt: int) -> float:
+    """The most that a process holds of the trained model while it writes so many answers at once to prompts of so many
+    tokens: the states of the optimizer among it, and what attention keeps of each token. Whole parameters may be held
+    besides, as far as memory is free (`inference_memory`)."""
+
+    def most(rank: Rank) -> float:
+        rank.step(1, 16)
+        return max(rank.ask(rows, prompt, cache=True)[0], rank.ask(rows, config.max_length[0], cache=True)[1])
+
+    return _at_full_depth(meta_model(config), config, int(config.stage), most)
+
+
+def _at_full_depth(model: Any, config: PlanConfig, stage: int, measure: Callable[[Rank], float]) -> float:
+    """What is measured with a few blocks, with all of them."""
+    blocks = repeated_blocks(model)
+    few = [2, 3] if blocks.groups > 3 else [blocks.groups]
+    found = []
+    for groups in few:
+        with fake_group(config.gpus[0]), autocast_off_on_meta():
+            part = keep_blocks(deepcopy(model), blocks.name, blocks.of(int(groups)) if len(few) > 1 else blocks.number)
+            found.append(measure(Rank(part, config, stage, blocks)))
+    return sum(share * found[few.index(groups)] for groups, share in line(few, blocks.groups))
+
+
+def asked_only(config: RlhfDoctorConfig, source: str) -> list[tuple[str, str, int]]:
+    """The models that are never trained, the class that loads each, and its stage."""
+
+    def stage(name: str) -> int:
+        usual = config.stage if config.frozen_stage is None else config.frozen_stage
+        return config.model_stages.get(name, usual)
+
+    kind, found = config.rlhf_type, []
+    compares = kind in REFERRED and config.beta != 0 and not (kind == "grpo" and config.beta is None)
+    if config.ref_model or (compares and config.tuner == "full" and not config.precompute_ref):
+        found.append((config.ref_model or source, CAUSAL, stage("ref_model")))
+    if config.teacher_model:
+        found.append((config.teacher_model, CAUSAL, stage("teacher_model")))
+    return found + [(judge, SCORER, stage("reward_model")) for judge in config.reward_model]

@@ -1,0 +1,245 @@
+"""What a rank holds and moves at each stage, before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from shardproof.doctor.config import PlanConfig
+from shardproof.doctor.planning.checkpointing import Checkpointing, period_of
+from shardproof.doctor.planning.nodes import groups_of, sent
+from shardproof.errors import ConfigError
+from shardproof.models.family import CAUSAL
+from shardproof.models.scorers import SCORER
+
+if TYPE_CHECKING:
+    from shardproof.doctor.planning.imagine import Loss
+    from shardproof.doctor.planning.profiles import Found, Profile
+    from shardproof.doctor.planning.sample import Sample
+
+
+# Of a weight's update: what is read, and all but the gradient written again. Weight, gradient, and what is kept of it.
+UPDATE_BYTES = {"adamw": 28, "adamw_8bit": 16, "bf16": 14}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train, and what it takes of each rank.
+
+    Attributes:
+        checkpointing: of activations, by the words of sft: False, True, "selective", or every n-th layer.
+        held: bytes at the peak of a step, by kind (see `ledger.KINDS`).
+        activations: the most bytes of activations and temporaries at any moment.
+        wire: bytes that the rank sends in a step.
+        flops: operations in a step, recomputation included.
+        tokens: of a step, on all ranks.
+        seconds: of a step, at the speeds of the config: computing or moving, whichever takes longer; and then what is
+            updated where it was offloaded to.
+        offload: none, optimizer, all, nvme.
+        home: bytes that lie in the host's memory, or on disks (nvme).
+        kept: bytes of activations that the host keeps until backward.
+        crossed: bytes that move between there and the device in a step.
+        shard_group: so many processes hold a copy of the model between them; 0 where all hold one.
+        between_nodes: bytes of `wire` that go to other machines, by each process of one.
+    """
+
+    stage: int
+    world: int
+    checkpointing: Checkpointing
+    micro: int
+    length: int
+    held: dict[str, float]
+    activations: float
+    wire: float
+    flops: float
+    tokens: int
+    seconds: float
+    offload: str = "none"
+    home: float = 0.0
+    kept: float = 0.0
+    crossed: float = 0.0
+    shard_group: int = 0
+    between_nodes: float = 0.0
+
+    @property
+    def peak(self) -> float:
+        return sum(self.held.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.tokens / self.seconds
+
+
+@dataclass
+class Plan:
+    """What `shardproof plan` found.
+
+    Attributes:
+        parameters, trainable: numbers of them.
+        notes: what the numbers leave out, or take for granted of this model.
+        rooms: bytes that a rank may take of the host's memory, and of disks.
+        whole: bytes of all gathered weights, at most.
+        candidates: all that were looked at; `fitting` those that fit into `limit` bytes, and into the room there is
+            elsewhere, the fastest first.
+    """
+
+    model: str
+    parameters: int
+    trainable: int
+    limit: float
+    notes: list[str] = field(default_factory=list)
+    rooms: dict[str, float] = field(default_factory=dict)
+    whole: float = 0.0
+    candidates: list[Candidate] = field(default_factory=list)
+
+    def fits(self, c: Candidate) -> bool:
+        return c.peak <= self.limit and self.has_room(c)
+
+    def has_room(self, c: Candidate) -> bool:
+        """Whether there is room for what lies elsewhere."""
+        on_disk = c.home if c.offload == "nvme" else 0.0
+        return on_disk <= self.rooms["disk"] and c.home - on_disk + c.kept <= self.rooms["host"]
+
+    @property
+    def fitting(self) -> list[Candidate]:
+        """The fastest first. Speeds are not known to more than three digits; of what is as fast comes first what sends
+        least for a token, since not everything may hide behind computing, and then what holds least."""
+
+        def order(c: Candidate) -> tuple[float, ...]:
+            speed = float(f"{c.tokens_per_second / c.world:.3g}")
+            return -speed, c.between_nodes / c.tokens, c.wire / c.tokens, -c.micro, c.peak
+
+        return sorted((c for c in self.candidates if self.fits(c)), key=order)
+
+    def fastest(self, world: int) -> Candidate | None:
+        """On so many processes."""
+        return next((c for c in self.fitting if c.world == world), None)
+
+
+def make_plan(config: PlanConfig, auto: str = CAUSAL, loss: Loss = "text", sample: Sample | None = None) -> Plan:
+    """Look at every combination that the config names. `auto`: the class of transformers that the model is loaded by;
+    `loss`: see `Rank`; `sample`: a row like all others (default: the one of `config.files`).
+
+    Raises:
+        ConfigError: the model or a number in the config cannot be used.
+    """
+    from shardproof.doctor.planning.blocks import DEPTHS, keep_blocks, repeated_blocks
+    from shardproof.doctor.planning.known_results import KnownResults
+    from shardproof.doctor.planning.profiles import profile
+    from shardproof.doctor.planning.sample import described
+    from shardproof.doctor.planning.subject import check, check_model, kinds_of, meta_model, notes_on
+    from shardproof.integrations.four_bits import count_weights
+
+    stages = stages_of(config.stage)
+    check(config)
+    groups = groups_of(config)
+    model = meta_model(config, auto)
+    check_model(model, config)
+    sample = sample or described(config)
+    blocks = repeated_blocks(model)
+    plan = Plan(
+        config.model,
+        *count_weights(model),
+        config.gpu_memory * 1e9 * (1 - config.headroom),
+        notes_on(model, config, sample),
+        {"host": config.host_memory * 1e9, "disk": config.disk * 1e9},
+    )
+    plan.whole = plan.parameters * (4.0 if config.precision == "fp32" else 2.0)
+    kinds = kinds_of(model, config)
+    longest = blocks._replace(period=max(period_of(again, blocks.period) for again in kinds))
+    if longest.groups > DEPTHS[-1]:
+        keep_blocks(model, blocks.name, longest.of(DEPTHS[-1]))
+    known: dict[Any, dict[Checkpointing, Profile]] = {}
+    results = KnownResults()
+    ways = product(stages, config.offload, _runs(config, groups), config.max_length)
+    for stage, offload, (worlds, runs), length in ways:
+        kept = "all" if offload == "nvme" else offload  # the same lies elsewhere, in another place
+        # On one process stages do not differ, but that stage 1 sends gradients home at the end of backward, and that
+        # stages 2 and 3 look at those of each micro-batch.
+        alike = worlds == [1] and (stage != 1 or kept == "none") and config.gradient_accumulation_steps == 1
+        key = None if alike else stage, kept, worlds[-1], length
+        if key not in known:
+            known[key] = {}
+            for each in sorted({period_of(again, blocks.period) for again in kinds}):
+                alike_kinds = [again for again in kinds if period_of(again, blocks.period) == each]
+                how = blocks._replace(period=each), results, loss, sample
+                known[key] |= profile(model, config, (stage, kept), runs, length, alike_kinds, *how)
+        for world, again, micro in product(worlds, kinds, config.per_device_batch_size):
+            repeated = blocks._replace(period=period_of(again, blocks.period)).groups
+            for group in groups[world] if stage else [0]:
+                # With a copy in each group a rank holds and gathers what it would if the group were all there is.
+                what = known[key][again].at(repeated, group or world, micro)
+                parts = (group or world) if stage else 1
+                way = (stage, world, again, micro, length)
+                found = _candidate(config, way, what, offload, plan.trainable / parts, group)
+                if stage == 3 and (parts > 1 or kept == "all"):
+                    found.held["gathered"] += min(config.keep_gathered * 1e9, plan.whole)
+                plan.candidates.append(found)
+    return plan
+
+
+def loss_of(config: PlanConfig) -> tuple[str, Loss]:
+    """The class of transformers and the loss of a run of sft: what `make_plan` takes besides the config."""
+    kinds: dict[str, tuple[str, Loss]] = {
+        "seq_cls": (SCORER, "scores"),
+        "reranker": (SCORER, "scores"),
+        "generative_reranker": (CAUSAL, "last"),
+        "embedding": ("AutoModel", "vectors"),
+    }
+    return kinds.get(config.task, (CAUSAL, "text"))
+
+
+def stages_of(text: str) -> list[int]:
+    """`all`, or numbers with commas."""
+    if text == "all":
+        return [0, 1, 2, 3]
+    try:
+        stages = sorted({int(word) for word in text.split(",")})
+    except ValueError:
+        stages = [-1]
+    if not set(stages) <= {0, 1, 2, 3}:
+        raise ConfigError(f"--stage {text}: name some of 0,1,2,3, or all.")
+    return stages
+
+
+def _runs(config: PlanConfig, groups: dict[int, list[int]]) -> Iterator[tuple[list[int], Sequence[int]]]:
+    """Which numbers of ranks are asked for, and which are run for them: a single process differs from several. Runs of
+    `groups` stand for copies in groups of ranks."""
+    if 1 in groups:
+        yield [1], [1]
+    several = [n for n in sorted(groups) if n > 1]
+    hold = sorted({group or world for world in several for group in groups[world]})  # so many hold a copy
+    least = max(2, config.sequence_parallel)
+    if several:
+        yield several, hold if len(hold) == 1 and not hold[0] % least else (least, 4 * least)
+
+
+def _candidate(
+    config: PlanConfig,
+    way: tuple[int, int, Checkpointing, int, int],
+    found: Found,
+    offload: str,
+    updated: float,
+    group: int,
+) -> Candidate:
+    """`updated`: how many weights the rank updates; `group`: of how many ranks each group holds a copy, or 0."""
+    from shardproof.doctor.planning.ledger import KINDS
+
+    _, world, _, micro, length = way
+    wire, between = sent(found.moved, config, world, group)
+    links = [wire / config.bandwidth, between * (world // config.nodes) / config.node_bandwidth]
+    seconds = max(found.moved.flops / (config.tflops * 1e12), *(seconds / 1e9 for seconds in links))
+    if found.moved.crossed:
+        slowest = [config.host_bandwidth] + ([config.disk_bandwidth] if offload == "nvme" else [])
+        speed = min(slowest) * 1e9
+        seconds = max(seconds, found.moved.crossed / speed)
+        if offload != "none":
+            kind = "bf16" if config.stochastic_rounding else config.optimizer
+            seconds += UPDATE_BYTES.get(kind, UPDATE_BYTES["adamw"]) * updated / speed
+    tokens = micro * length * config.gradient_accumulation_steps * world // config.sequence_parallel
+    held = dict(zip(KINDS, map(float, found.held), strict=True))
+    elsewhere: Any = (offload, found.home, found.kept, found.moved.crossed, group, between)
+    return Candidate(*way, held, found.activations, wire, found.moved.flops, tokens, seconds, *elsewhere)

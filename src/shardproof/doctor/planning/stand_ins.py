@@ -1,0 +1,213 @@
+"""What stands in, on the meta device, for things that are somewhere else: other ranks, the host, kernels."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from shardproof.doctor.planning.ledger import HELD, HOME, Ledger
+from shardproof.errors import ConfigError
+from shardproof.models.family import without_adapters
+from shardproof.train.model.activations import HeldByHost
+from shardproof.train.options.config import ADAFACTOR, EIGHT_BITS, MUON
+from shardproof.zero import home
+from shardproof.zero.comm import collectives
+from shardproof.zero.home import Home
+from shardproof.zero.ranks import consensus
+
+if TYPE_CHECKING:
+    from shardproof.doctor.config import PlanConfig
+
+META = torch.device("meta")
+
+
+class ImaginedHome(Home):
+    """A second place on the meta device: the ledger tells apart what lies there.
+
+    Attributes:
+        crossed: bytes that were brought from here or placed here.
+    """
+
+    def __init__(self, ledger: Ledger, frozen: bool) -> None:
+        super().__init__(META, META, frozen)
+        self.ledger, self.crossed, self.apart = ledger, 0, True
+        self._leaving: list[torch.Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        here = torch.empty(numel, dtype=dtype, device="meta")
+        self.ledger.note(here, HOME)
+        return here
+
+    def place(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        here = self.take(values.numel(), dtype)
+        self.crossed += here.nbytes
+        self._leaving = [*self._leaving, values.to(dtype)][-home.AHEAD :]
+        return here
+
+    def bring(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        self.crossed += values.nbytes
+        return torch.empty_like(values).to(dtype)  # it is cast where it arrives
+
+    def settle(self) -> None:
+        self._leaving = []
+
+
+class ImaginedHost(HeldByHost):
+    """`--activation-offloading` between two places on the meta device.
+
+    Attributes:
+        crossed: bytes that went away or came back.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(META, META)
+        self.ledger, self.crossed = ledger, 0
+
+    def _room(self, values: torch.Tensor) -> torch.Tensor:
+        host = super()._room(values)
+        self.ledger.note(host, HELD)
+        self.crossed += host.nbytes
+        return host
+
+    def _copy_back(self, host: torch.Tensor) -> torch.Tensor:
+        self.crossed += host.nbytes
+        return torch.empty_like(host)
+
+
+class Unfilled(TorchFunctionMode):
+    """Leaves out the drawing of weights by chance: on the meta device it takes time (3 ms for each linear layer), and
+    there is nothing to fill."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return args[0] if func in (torch.Tensor.uniform_, torch.Tensor.normal_) else func(*args, **(kwargs or {}))
+
+
+class AdamWStates(torch.optim.Optimizer):
+    """What fused AdamW keeps, without its arithmetic: its kernel takes no other memory, and refuses the meta device."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and not self.state[p]:
+                    self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+
+
+@contextmanager
+def autocast_off_on_meta() -> Iterator[None]:
+    """PEFT turns autocast off around adapters of experts, TRL asks whether it is on, and torch knows none of the meta
+    device. The one place where something of torch is exchanged for a while: there is no other seam, and nothing is
+    trained in this process."""
+    real, is_on = torch.autocast, torch.is_autocast_enabled
+
+    def off(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return contextlib.nullcontext() if device_type == "meta" else real(device_type, *args, **kwargs)
+
+    with mock.patch.multiple(torch, autocast=off, is_autocast_enabled=lambda *a: a != ("meta",) and is_on(*a)):
+        yield
+
+
+def distilled(logits: torch.Tensor) -> torch.Tensor:
+    """GKD's loss, with a teacher's logits beside them; every token is learnt."""
+    from trl.experimental.gkd import GKDTrainer
+
+    teacher, learnt = torch.empty_like(logits.detach()), torch.ones_like(logits[:, 1:, :1], dtype=torch.bool)
+    apart = GKDTrainer.generalized_jsd_loss(logits[:, :-1], teacher[:, :-1], beta=0.5, reduction="none")
+    loss: torch.Tensor = torch.where(learnt, apart, 0.0).sum()  # a copy, as of what is learnt
+    return loss
+
+
+def summed(outputs: Any) -> torch.Tensor:
+    """A loss on the scores of rows, or on the vectors of their last tokens."""
+    found: torch.Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state[:, -1]
+    return found.float().sum()
+
+
+def add_fused_head(model: Any) -> None:
+    """What TRL's trainers that compare log-probabilities do to a model (dpo, kto, grpo, rloo): it projects onto the
+    vocabulary a few tokens at a time; here in plain operations, which take more than TRL's kernels for GPUs."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    inner = without_adapters(model)
+    add_fused_lm_head(inner, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
+
+
+def _eight_bits(params: Any, lr: float) -> torch.optim.Optimizer:
+    """bitsandbytes' states, without its arithmetic: its kernel takes no other memory."""
+    from shardproof.train.optim.optimizers import adamw_8bit
+
+    made: Any = adamw_8bit(params, lr=lr)
+    made.update_step = lambda *_: None
+    return made  # type: ignore[no-any-return]
+
+
+def _by_chance(params: Any, lr: float, device: str) -> torch.optim.Optimizer:
+    """The AdamW of --stochastic-rounding, of whose chunks the first takes what each does."""
+    from shardproof.train.optim.optimizers import AdamWBf16
+
+    class OneChunk(AdamWBf16):
+        def chunk(self, _: str) -> int:
+            return super().chunk(device)
+
+        def starts(self, count: int, size: int) -> range:
+            return super().starts(min(count, size), size)
+
+    return OneChunk(params, lr=lr)
+
+
+def optimizer_of(config: PlanConfig) -> Callable[..., torch.optim.Optimizer]:
+    """What makes the optimizer of the options, see `optimizers.made_by`.
+
+    Raises:
+        ConfigError: no plugin has registered that name.
+    """
+    from shardproof.plugins import load
+    from shardproof.train.optim.muon import MuonAndAdamW, muon
+    from shardproof.train.optim.optimizers import adafactor
+
+    class MuonStates(MuonAndAdamW):
+        makers = MuonAndAdamW.makers | {True: AdamWStates}
+
+    registered = load(config.external_plugins).find("optimizer", config.optimizer)
+    if registered is not None:
+        return registered  # type: ignore[no-any-return]
+    if config.optimizer == EIGHT_BITS:
+        return _eight_bits
+    if config.optimizer == MUON:
+        return partial(muon, kind=MuonStates)
+    if config.optimizer == ADAFACTOR:
+        return adafactor
+    return partial(_by_chance, device=config.device) if config.stochastic_rounding else AdamWStates
+
+
+@contextmanager
+def fake_group(world: int) -> Iterator[None]:
+    """Inside, this process is rank 0 of `world`.
+
+    Raises:
+        ConfigError: the process is a rank already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ConfigError("A plan imagines its ranks: run it in one process, outside of torchrun.")
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        # The next group has the same name, and may lie at the same address: the engine would take it for this one.
+        collectives._second_groups.pop(name, None)
+        consensus._streams.pop(name, None)

@@ -1,0 +1,1 @@
+"""Adapters of PEFT: where they go, how they begin, and those that training goes on with."""

@@ -1,0 +1,162 @@
+"""Adapters of PEFT: which modules get them, and what is trained beside them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from shardproof.errors import ConfigError
+from shardproof.models.family import CAUSAL, anatomy
+from shardproof.plugins import load
+from shardproof.train.adapters.beginning import check_layers_begin, in_words_of_peft
+from shardproof.train.adapters.begun import with_trained_adapters
+from shardproof.train.adapters.targets import ALL, check_wrapped, places_of, stacks_of, tell_of_left_out
+from shardproof.train.model.balance import check_balance
+from shardproof.train.model.lacking import without_lacking
+from shardproof.train.model.loading import first_line, load_model, registered_model
+from shardproof.train.options.config import RunConfig
+from shardproof.train.options.patterns import check_pattern, whole_names
+from shardproof.train.options.rlhf_config import REFERRED
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def with_adapters(model: Any, config: RunConfig, task: str = "CAUSAL_LM") -> Any:
+    """The model with the parts frozen that are not trained, and in PEFT's LoRA, every rank with the same adapters,
+    where --tuner asks for them: new ones, or those of --adapters.
+
+    Raises:
+        ConfigError: no module has the name of a target, or the model has no part of a name.
+    """
+    from shardproof.train.model.parts import choose_parts
+
+    chosen = choose_parts(model, config)
+    if config.tuner != "lora":
+        return model
+    from peft import get_peft_model
+
+    if config.gradient_checkpointing:
+        model.enable_input_require_grads()
+    if config.adapters:
+        return with_trained_adapters(model, config, task, chosen)
+    try:
+        return get_peft_model(model, lora(config, task, model, chosen))
+    except ValueError as error:
+        raise ConfigError(f"--target-modules {' '.join(config.target_modules)}: {first_line(error)}") from error
+
+
+def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config:
+    """The options, without the parts that ms-swift's name of any model.
+
+    Looked up in the model without its weights, before anything takes time; a plugin's model is asked when it is loaded.
+
+    Raises:
+        ConfigError: parts or targets are named that the model does not have, or it is not made for an option.
+    """
+    from shardproof.train.model.parts import choose_parts, head_for_words
+
+    new = config.tuner == "lora" and not config.adapters  # PEFT looks for the places of others when they are put there
+    targets = config.target_modules if new and config.target_modules != ALL else []
+    whole = config.modules_to_save if new else []
+    named = {"--target-modules": targets, "--modules-to-save": whole}
+    parts = config.freeze or config.train_parts or config.part_learning_rates
+    parts = parts or config.freeze_parameters or config.trainable_parameters
+    balance = getattr(config, "router_aux_loss_coef", 0)
+    may_refuse = config.attn or (getattr(config, "packing", False) and config.compile)
+    if not (new or parts or balance or may_refuse or config.padding_free):
+        return config
+    if registered_model(source, load(config.external_plugins), config.model_type) is not None:
+        return config
+    model = load_model(source, config, kind, to_shard=True)
+    config = without_lacking(config, anatomy(model).parts)
+    if balance:
+        check_balance(model)
+    chosen = choose_parts(model, config)
+    places = places_of(model, config, chosen) if new else None
+    if places is not None:
+        check_wrapped(places, config)
+        check_layers_begin(model, places, config)
+        if config.target_modules == ALL:
+            tell_of_left_out(model, places, chosen, whole)
+    idle = None if kind == CAUSAL else head_for_words(model)  # nobody asks for words
+    there = {name: module for name, module in model.named_modules() if name and module is not idle}
+    modules = dict.fromkeys(name.rpartition(".")[2] for name in there)
+    if pattern := whole_names(targets):
+        _check_pattern(pattern, [*there, *(places.parameters if places is not None else ())])
+        named["--target-modules"] = []
+    elif places is not None:
+        named["--target-modules"] = [target for target in targets if target not in places.read]
+    for option, target in ((option, target) for option, targets in named.items() for target in targets):
+        if not any(f".{name}".endswith(f".{target}") for name in there):
+            near = difflib.get_close_matches(target, modules, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            linear = dict.fromkeys(n.rpartition(".")[2] for n, m in there.items() if hasattr(m, "in_features"))
+            every = "; 'all-linear' is all but the head" if option == "--target-modules" else ""
+            if [target] == ALL and every:
+                hint = " 'all-linear' stands alone: beside other names, write out those that it means."
+            raise ConfigError(
+                f"{option} {target}: the model has no module of that name.{hint}\n"
+                f"Its linear layers are {', '.join(linear)}{every}.{stacks_of(model) if new else ''}"
+            )
+    if getattr(config, "rlhf_type", None) in REFERRED:
+        _check_head(model, targets, config.target_parameters)
+    return config
+
+
+def _check_head(model: Any, targets: Sequence[str], parameters: Sequence[str]) -> None:
+    """Of trainers of TRL's that multiply by the head's weight themselves: adapters on it would not be trained."""
+    head = model.get_output_embeddings()
+    name = next((name for name, module in model.named_modules() if module is head), "")
+    pattern = whole_names(targets)
+    named = re.fullmatch(pattern, name) if pattern else any(f".{name}".endswith(f".{target}") for target in targets)
+    weight = any(f".{name}.weight".endswith(f".{target}") for target in parameters)
+    if name and (named or weight):
+        given = f"--target-modules {' '.join(targets)}" if named else f"--target-parameters {' '.join(parameters)}"
+        raise ConfigError(
+            f"{given}: TRL takes the weight of the head, {name}, without adapters on it,"
+            f" which would not be trained. Leave it out, or train all of it: --modules-to-save"
+            f" {name.rpartition('.')[2]}."
+        )
+
+
+def _check_pattern(pattern: str, names: Sequence[str]) -> None:
+    check_pattern("--target-modules", pattern)
+    if not any(re.fullmatch(pattern, name) for name in names):
+        raise ConfigError(
+            f"--target-modules {pattern}: no module's whole name is such. They are like {names[len(names) // 2]}."
+        )
+
+
+def lora(config: RunConfig, task: str, model: Any, parts: Sequence[str]) -> Any:
+    """Our options in PEFT's words. Of a model with several parts, all linear layers are those of `parts`."""
+    from peft import LoraConfig
+
+    places = places_of(model, config, parts)
+    check_wrapped(places, config)
+    check_layers_begin(model, places, config)
+    return LoraConfig(
+        task_type=task,
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        use_rslora=config.rslora,
+        use_dora=config.dora,
+        init_lora_weights=in_words_of_peft(config),
+        target_modules=places.modules,
+        target_parameters=places.parameters or None,
+        rank_pattern=places.ranks,
+        alpha_pattern=places.alphas,
+        modules_to_save=config.modules_to_save or None,
+        ensure_weight_tying=_are_tied(model, config.modules_to_save),
+    )
+
+
+def _are_tied(model: Any, names: Sequence[str]) -> bool:
+    """Whether one of these modules is an embedding that is the head as well."""
+    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        return False
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    paths = [f".{name}" for name, module in model.named_modules() if any(module is end for end in ends)]
+    return any(path.endswith(f".{name}") for path in paths for name in names)

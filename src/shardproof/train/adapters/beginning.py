@@ -1,0 +1,138 @@
+"""--init-lora-weights: how adapters begin. Those of PiSSA and OLoRA begin as a part of the weights, which lack it from
+then on. So what is saved is turned into adapters of the weights as they were."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardproof.errors import CheckpointError, ConfigError
+from shardproof.models.whole_files import check_whole_files
+from shardproof.train.adapters.targets import Places, layers_of
+from shardproof.train.folder import ADAPTER, BEGUN, CONFIG
+from shardproof.train.options.config import RunConfig
+
+
+def takes_from_weights(config: RunConfig) -> bool:
+    """Whether adapters begin as a part of the weights."""
+    return (config.init_lora_weights or "").startswith(("pissa", "olora"))
+
+
+def in_words_of_peft(config: RunConfig) -> str | bool:
+    """`init_lora_weights` of PEFT's `LoraConfig`; what is taken from weights is not there yet."""
+    kind = config.init_lora_weights
+    return True if kind is None or takes_from_weights(config) else kind
+
+
+def check_beginning(config: RunConfig) -> None:
+    """Raise ConfigError for what does not go together with --init-lora-weights."""
+    kind = config.init_lora_weights
+    if kind is None:
+        return
+    if config.adapters:
+        raise ConfigError(f"--init-lora-weights {kind} is of new adapters, and those of --adapters have begun.")
+    if config.quantize and kind != "gaussian":
+        raise ConfigError(
+            f"--init-lora-weights {kind} and --quantize: PEFT wants weights that are not packed for it. Leave one of"
+            " them out, or take gaussian."
+        )
+    if kind == "orthogonal" and config.lora_rank % 2:
+        raise ConfigError(f"--init-lora-weights orthogonal wants an even rank, and --lora-rank is {config.lora_rank}.")
+
+
+def check_layers_begin(model: Any, places: Places, config: RunConfig) -> None:
+    """Raise ConfigError for a layer whose adapter cannot begin as --init-lora-weights says."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    from shardproof.integrations.four_bits import FourBitLinear
+
+    kind = config.init_lora_weights
+    if kind in (None, "gaussian"):
+        return
+    having = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    for name in layers_of(places, model):
+        module = model.get_submodule(name)
+        able: tuple[type, ...] = (nn.Linear,) if kind == "olora" else (nn.Linear, Conv1D)
+        able = (*able, nn.Embedding) if kind == "orthogonal" else able
+        why = "" if isinstance(module, able) else f"is of the class {type(module).__name__}"
+        if isinstance(module, FourBitLinear):
+            why = "has a weight in four bits"
+        if not why and takes_from_weights(config):
+            smaller = min(module.weight.shape)
+            if config.lora_rank > smaller:
+                why = f"has a weight of rank {smaller}, and --lora-rank is {config.lora_rank}"
+            elif having[id(module.weight)] > 1:
+                why = "shares its weight with another module, which would lose what the adapter takes out of it"
+        if why:
+            raise ConfigError(f"--init-lora-weights {kind}: {name} {why}. Leave it out of --target-modules.")
+
+
+def check_begun(config: RunConfig, start: Path) -> None:
+    """Raise ConfigError where a checkpoint lacks what its adapters began with, or has a part of it only."""
+    if not takes_from_weights(config):
+        return
+    if not (file := start.parent / BEGUN).is_file():
+        raise ConfigError(
+            f"There is no {file}, which says what --init-lora-weights {config.init_lora_weights} has taken out of the"
+            f" weights: nothing can be made of {start} without it."
+        )
+    check_whole_files(start.parent)
+
+
+def begin_adapters(model: Any, config: RunConfig, starts: Sequence[Path], keep: Path | None = None) -> None:
+    """Let new adapters begin as a part of the weights, before the model is sharded. Collective.
+
+    Args:
+        starts: checkpoints to go on from: their adapters stay what they began as.
+        keep: where rank 0 writes what they began with; None writes nothing.
+
+    Raises:
+        ConfigError: a weight cannot be decomposed, or the checkpoints are of another model.
+        CheckpointError: what they began with cannot be written.
+    """
+    if not takes_from_weights(config):
+        return
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file, save_file
+
+    from shardproof.integrations.adapter_init import begin_as
+
+    known = partial(load_file, starts[0].parent / BEGUN) if starts else None
+    begun = begin_as(model, str(config.init_lora_weights), config.seed, known)
+    if keep is not None:
+        aside = keep / f"{BEGUN}.unfinished"
+        try:
+            save_file(begun, aside)
+            shutil.copymode(keep / CONFIG, aside)  # as of other weights, see `readable_as_the_rest`
+            aside.replace(keep / BEGUN)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{keep / BEGUN} cannot be written: {error}") from error
+
+
+def fit_to_base(folder: Path, run: Path) -> None:
+    """Turn the adapters in a folder, which fit weights without what they began with, into ones of twice the rank that
+    fit the weights as they were: B A - B0 A0 as one product.
+
+    It is what PEFT does (`LoraModel.subtract_mutated_init`), which would load what they began with into the model that
+    was trained, on all ranks, and leaves out what is no adapter: DoRA's lengths, and modules that are trained whole.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = next(folder.glob("adapter_model.safetensors"))
+    trained, begun = load_file(file), load_file(run / BEGUN)
+    for name, first in begun.items():
+        dim, sign = (1, -1) if name.endswith(".lora_B.weight") else (0, 1)
+        value = trained[name]
+        trained[name] = torch.cat([value, sign * first.to(value.dtype)], dim).contiguous()
+    save_file(trained, file, metadata={"format": "pt"})
+    said = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+    said["r"] *= 2
+    said["lora_alpha"] *= 2**0.5 if said["use_rslora"] else 2
+    (folder / ADAPTER).write_text(json.dumps(said, indent=2, sort_keys=True), encoding="utf-8")

@@ -1,0 +1,1 @@
+"""A trained model that writes: loaded, asked, and judged by what it wrote."""

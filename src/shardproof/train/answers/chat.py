@@ -1,0 +1,239 @@
+"""Talk to a trained model: load a run folder, answer messages."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+from shardproof.data.encoding.encode import begin_of_text
+from shardproof.data.encoding.seen import Seen
+from shardproof.data.encoding.template import Template, set_template
+from shardproof.data.forms.objects import PLACED
+from shardproof.data.forms.parts import Problem, parts_of
+from shardproof.data.rows import Row
+from shardproof.errors import ConfigError, DataError
+from shardproof.models.families import family_of
+from shardproof.plugins import Plugins
+from shardproof.train.answers.loaded import Loaded
+from shardproof.train.answers.sampling import Sampling
+from shardproof.train.answers.writing import Writer
+from shardproof.train.model.loading import causal_lm
+from shardproof.train.model.reward_models import judges
+from shardproof.train.options.config import RunConfig, SftConfig
+from shardproof.train.rows.media import media_limits
+
+if TYPE_CHECKING:
+    from shardproof.data.media.encode import MediaEncoder
+
+log = logging.getLogger("shardproof")
+
+
+@dataclass
+class Question:
+    """What is asked: turns, of which the last is a question.
+
+    Attributes:
+        plain: its text is continued as it stands, without a template.
+        where: the file beside which the paths of its files begin; nothing where they are whole.
+        tools: what the template shows besides.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    plain: bool = False
+    where: str = ""
+    tools: list[Any] | None = None
+
+
+class Chat(Loaded):
+    """A model that answers.
+
+    Args:
+        template, variables: in place of the tokenizer's own, as `set_template` takes them.
+        plain: what the user says is continued as it stands, without a template.
+        plugins, model_type: what may load the model in place of transformers, see `registered_model`.
+        stage: as for `Loaded`.
+        media: what its options about files say of those that are asked about. Default: what `sft` takes by default.
+
+    Raises:
+        ConfigError: something cannot be loaded, or the tokenizer has no chat template and neither `template` nor
+            `plain` is given.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        trust_remote_code: bool = False,
+        template: str | None = None,
+        variables: Mapping[str, str] | None = None,
+        plain: bool = False,
+        plugins: Plugins | None = None,
+        model_type: str | None = None,
+        stage: int | None = None,
+        media: RunConfig | None = None,
+    ) -> None:
+        if judges(folder):
+            raise ConfigError(
+                f"The model in {folder} rewards answers, and writes none: rlhf takes it as --reward-model."
+            )
+        super().__init__(folder, partial(causal_lm, plugins=plugins, model_type=model_type), trust_remote_code, stage)
+        self.plain, self._media = plain, media or SftConfig()
+        set_template(self.processing, template, variables)
+        if not plain and not self.tokenizer.chat_template:
+            raise ConfigError(
+                f"The tokenizer in {folder} has no chat template.\n"
+                "Give one with --chat-template ('chatml', a file or the template itself), or add --plain, which has the"
+                " prompt continued as it stands."
+            )
+        self.load()
+        self._writer = Writer(self.model, self.tokenizer, f"the model in {folder}", self.first)
+        self.place_model()
+
+    @property
+    def written(self) -> str:
+        """The last answer as it was generated, with special tokens."""
+        return self._writer.written
+
+    def stream(self, messages: Sequence[Mapping[str, Any]], sampling: Sampling) -> Iterator[str]:
+        """The answer in pieces, as they are generated."""
+        from transformers import TextIteratorStreamer
+
+        from shardproof.integrations.transformers import together
+
+        streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        failures: list[BaseException] = []
+        enough = Event()
+
+        def work() -> None:
+            try:
+                with together(self.model):
+                    inputs = self._inputs([Question(messages, self.plain)])
+                    self._writer.write(inputs, sampling, self.plain, streamer, enough)
+            except BaseException as error:
+                failures.append(error)
+                streamer.end()
+
+        thread = Thread(target=work, daemon=True)
+        thread.start()
+        try:
+            yield from sampling.shown(streamer)
+        finally:  # whoever stops listening stops the model
+            enough.set()
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    def check(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ConfigError or DataError for what `answer` would refuse before anything is written."""
+        self._writer.room(self._inputs([Question(messages, self.plain)])["input_ids"].shape[1], 1)
+
+    def answer(self, messages: Sequence[Mapping[str, Any]], sampling: Sampling) -> str:
+        """The whole answer."""
+        return self.answers([Question(messages, self.plain)], sampling)[0]
+
+    def answers(self, questions: Sequence[Question], sampling: Sampling) -> list[str]:
+        """Answers to some questions: those of text at once. With several ranks all call it, with questions of their
+        own, or none."""
+        from shardproof.integrations.transformers import together
+
+        found: dict[int, str] = {}
+        with together(self.model):
+            for group in self._alike(questions):
+                alike = [questions[i] for i in group]
+                tokens = self._writer.write(self._inputs(alike), sampling, alike[0].plain)
+                found.update(zip(group, self._writer.texts(tokens, sampling), strict=True))
+        return [found[i] for i in range(len(questions))]
+
+    def _alike(self, questions: Sequence[Question]) -> list[list[int]]:
+        """Which of them a model can be asked at once."""
+        if self.processing is not self.tokenizer:
+            return [[i] for i in range(len(questions))]
+        groups = [[i for i, question in enumerate(questions) if question.plain == plain] for plain in (True, False)]
+        return [group for group in groups if group]
+
+    @cached_property
+    def _of_rows(self) -> MediaEncoder:
+        from shardproof.data.media.encode import MediaEncoder
+
+        return MediaEncoder(self.processing, media_limits(self._media, self.processing))
+
+    @cached_property
+    def _of_user(self) -> MediaEncoder:
+        """Files that the user names on this machine may lie anywhere."""
+        from shardproof.data.media.encode import MediaEncoder
+
+        limits = media_limits(self._media, self.processing)
+        return MediaEncoder(self.processing, replace(limits, root=Path("/")))
+
+    def takes_files(self, question: Question) -> bool:
+        """Whether the model's processor makes of it what the model is given."""
+        return self.processing is not self.tokenizer and not question.plain
+
+    def with_files(self, question: Question) -> dict[str, Any]:
+        """What the model's processor makes of it. Raises DataError for a file that cannot be used."""
+        encoder = self._of_rows if question.where else self._of_user
+        found = encoder.question(question.messages, question.where, question.tools)
+        family = family_of(self.model.config)
+        if family is not None and family.takes_data:  # lists with an element for each row, too
+            return found
+        return {name: value for name, value in found.items() if hasattr(value, "to")}
+
+    def filled(self, turns: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+        """The turns of a row of the file `where`, with its objects written into their texts as the model does.
+
+        Raises:
+            DataError: that cannot be done.
+        """
+        if not any(PLACED in turn for turn in turns):
+            return list(turns)
+        try:
+            return self._of_rows.filled(Row(list(turns), where, 0))
+        except Problem as problem:
+            raise DataError(str(problem)) from None
+
+    def _turns(self, question: Question) -> Sequence[Mapping[str, Any]]:
+        """What is asked, in the words of the chat template. That it writes no system message is told once."""
+        if self._seen is None:
+            return question.messages
+        turns = self._seen.in_its_words(question.messages)
+        if turns[0]["role"] == "system" and not self._seen.takes_system:
+            self._writer.tell(
+                "The chat template writes no system message, so that the model does not see the one given."
+            )
+        return turns
+
+    @cached_property
+    def _seen(self) -> Seen | None:
+        with contextlib.suppress(ConfigError):  # a template for questions alone
+            return Seen(Template(self.tokenizer))
+        return None
+
+    def _inputs(self, questions: Sequence[Question]) -> Any:
+        """What the model is given for questions that are alike, padded on the left, on its device."""
+        from transformers import BatchFeature
+
+        if self.takes_files(questions[0]):
+            return BatchFeature(self.with_files(questions[0])).to(self.model.device)
+        if kind := next((part["type"] for question in questions for part in parts_of(question.messages)), None):
+            what = "this model takes" if self.processing is self.tokenizer else "what is continued as it stands is"
+            raise ConfigError(f"There is a file of kind {kind}, and {what} text only.")
+        if questions[0].plain:
+            begin = begin_of_text(self.tokenizer)  # which it puts there by itself
+            texts = [question.messages[-1]["content"].removeprefix(begin) for question in questions]
+        else:
+            texts = [
+                self.tokenizer.apply_chat_template(
+                    self._turns(question), tools=question.tools, add_generation_prompt=True, tokenize=False
+                )
+                for question in questions
+            ]
+        padding: dict[str, Any] = {"padding": True, "padding_side": "left"} if len(texts) > 1 else {}
+        if padding and self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        tokens = self.tokenizer(texts, return_tensors="pt", add_special_tokens=questions[0].plain, **padding)
+        return tokens.to(self.model.device)

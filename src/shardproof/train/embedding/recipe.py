@@ -1,0 +1,216 @@
+"""Fine-tuning a model that embeds texts, and files if it takes them, from top to bottom: the recipe of `shardproof sft
+--task embedding`.
+
+What is like in `seq_cls` is not repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from shardproof.data.forms.matches import MATCH_FIELDS, Matches
+from shardproof.errors import ConfigError
+from shardproof.train import run
+from shardproof.train.adapters.adding import with_adapters
+from shardproof.train.model.loading import load_model, tokenizer_of
+from shardproof.train.model.parts import check_reached, in_bits
+from shardproof.train.options.config import Batch, SftConfig
+from shardproof.train.options.contradictions import check_columns
+from shardproof.train.options.option import flag
+from shardproof.train.options.settings import add_in_one_order, for_sft_trainer
+from shardproof.train.rows.media import check_backbone, check_options, files_taken, media_limits, takes_files
+from shardproof.train.run import Prepared, View, Write
+
+BODY, ADAPTED = "AutoModel", "FEATURE_EXTRACTION"  # the class of transformers, and PEFT's word for what it is for
+INFONCE, PAIRED = "infonce", ("cosine_similarity", "contrastive")
+MEASURES = {INFONCE: ("accuracy", "mrr", "mean_pos"), **dict.fromkeys(PAIRED, ("pearson", "spearman"))}
+
+
+def loss_of(config: SftConfig) -> str:
+    """Which loss: the one of --loss, whose default of other tasks stands for this one's."""
+    return INFONCE if config.loss == SftConfig.model_fields["loss"].default else config.loss
+
+
+def check(config: SftConfig, world_size: int) -> Batch:
+    """What can be known from the options alone; imports nothing heavy."""
+    check_columns(config.columns, MATCH_FIELDS)
+    if config.dataset in ([], ["stdlib"]):
+        raise ConfigError("--task embedding needs rows with a 'positive': name a file of them with --dataset.")
+    loss = loss_of(config)
+    if loss not in MEASURES:
+        raise ConfigError(f"--task embedding and --loss {loss}: there is {', '.join(MEASURES)}.")
+    if config.loss_temperature is not None and loss != INFONCE:
+        raise ConfigError(f"--loss-temperature is of --loss {INFONCE}, and this one is {loss}. Leave it out.")
+    if loss == INFONCE and config.deterministic:
+        raise ConfigError(
+            "--deterministic and --loss infonce: a row is a negative of others, whose gradients another number of"
+            " processes adds in another order. Leave one of them out."
+        )
+    if loss == INFONCE and config.min_processes:
+        raise ConfigError(
+            "--min-processes and --loss infonce: on fewer processes a row has fewer negatives. Leave one of them out."
+        )
+    best = config.best_metric.removeprefix("eval_")
+    if best not in ("loss", *MEASURES[loss]):
+        raise ConfigError(f"--best-metric {best}: an evaluation has loss, {', '.join(MEASURES[loss])}.")
+    batch = run.check(config, world_size)
+    for name in ("plain",) if takes_files(config.model) else ("plain", "chat_template", "template_variables"):
+        if getattr(config, name):
+            option = flag(name)
+            raise ConfigError(f"--task embedding and {option}: texts are read as they stand. Leave one of them out.")
+    return batch
+
+
+def read(config: SftConfig) -> tuple[Any, Any]:
+    """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy.
+
+    Raises:
+        DataError: a file is missing, or a row is bad: one without a positive, or with a label that this loss has not.
+    """
+    from shardproof.data.rows import read_rows
+
+    loss = loss_of(config)
+    return run.read(config, read_rows, Matches(scored=loss != INFONCE, binary=loss == "contrastive", files=True).form)
+
+
+def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
+    """Make the tokenizer and the output folder, encode the rows that `read` gave.
+
+    Raises:
+        ConfigError, DataError: everything a user can put right, found before any process is started.
+    """
+    batch = check(config, world_size)
+    config = resolved(config)
+    check_backbone(config, BODY)
+    prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(_compared, config, batch), Prepared, BODY)
+    return prepared
+
+
+def _compared(config: SftConfig, batch: Batch, rows: Any, processing: Any) -> Any:
+    """`encode` of rows that have something to be told from."""
+    encoded = encode(config, rows, processing)
+    if config.loss == INFONCE and batch.micro * batch.readers == 1 and encoded.report.most == 2:
+        raise ConfigError(
+            "--loss infonce tells the positive of a row from other texts, and there are none: rows have no negatives,"
+            " and one row is learnt at a time. Raise --per-device-batch-size."
+        )
+    return encoded
+
+
+def resolved(config: SftConfig) -> SftConfig:
+    """The options with what goes without saying written out: so it stands in config.yaml."""
+    from shardproof.train.embedding.pooling import pooling_of
+
+    loss, temperature = loss_of(config), config.loss_temperature
+    pooling = config.pooling or pooling_of(config.begins_with)
+    if loss == INFONCE and temperature is None:
+        temperature = 0.1  # that of ms-swift
+    return config.model_copy(update={"loss": loss, "loss_temperature": temperature, "pooling": pooling})
+
+
+def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
+    """The token ids of the texts of rows; its `report` says what became of them."""
+    from shardproof.data.encoding.embed import MatchEncoder
+
+    tokenizer = tokenizer_of(processing)
+    if tokenizer.pad_token_id is None:
+        raise ConfigError(f"The tokenizer of {config.model} has no token to pad with. Set its pad_token.")
+    if tokenizer is processing:
+        processing.chat_template = None  # here, and in the model that comes out
+        encoder = MatchEncoder(processing, config.system)
+    else:
+        check_options(config)
+        encoder = media_encoder(config, processing)
+    return encoded_by(config, rows, processing, encoder)
+
+
+def encoded_by(config: SftConfig, rows: Any, processing: Any, encoder: Any) -> Any:
+    """What an encoder makes of rows, by these options: of a model that takes files they are read again in training."""
+    from shardproof.data.encoding.beside import as_many_as_help
+    from shardproof.data.encoding.embed import encode_matches
+    from shardproof.data.media.rows import MediaRows
+
+    encoded = encode_matches(
+        rows,
+        tokenizer_of(processing),
+        encoder,
+        max_length=config.max_length,
+        truncation=config.truncation,
+        bad_rows=config.bad_rows,
+        workers=as_many_as_help(config.workers),
+    )
+    if not files_taken(processing):
+        return encoded
+    return MediaRows(rows, encoded.numbers, encoded, encoded.report, encoded.places)
+
+
+def media_encoder(config: SftConfig, processing: Any) -> Any:
+    """Of a model that takes files."""
+    from shardproof.data.encoding.embed_media import MediaMatchEncoder
+
+    return MediaMatchEncoder(processing, media_limits(config, processing), config.system)
+
+
+def import_libraries(config: SftConfig) -> None:
+    """Import what `train` needs, before ranks are forked."""
+    import shardproof.train.embedding.trainer  # noqa: F401
+
+
+def trained(model: Any, config: SftConfig) -> Any:
+    """With the parts frozen that are not trained, and with its adapters."""
+    model = in_bits(model, config)
+    if config.fp8:
+        from shardproof.train.model.fp8 import in_fp8
+
+        in_fp8(model)
+    return with_adapters(model, config, ADAPTED)
+
+
+def build(prepared: Prepared) -> Any:
+    """The model of a run, with its adapters.
+
+    Raises:
+        ConfigError: files are all that reaches what is trained, and no row has such files.
+    """
+    from shardproof.data.encoding.embed import at_length
+
+    config: SftConfig = prepared.config
+    model = trained(load_model(prepared.model, config, BODY, to_shard=True), config)
+    if prepared.processing is not prepared.tokenizer:
+        check_reached(model, map(at_length, prepared.rows.rows))
+    return model
+
+
+def train(prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:
+    """Train on this rank and save. Collective: every rank of the process group calls it.
+
+    Any of `signals` ends training after the step it comes in, and the weights of that step are saved.
+
+    Returns: the signal that ended training, or 0.
+    """
+    from shardproof.data.encoding.embed import collate_matches
+    from shardproof.data.encoding.embed_media import MediaMatchCollator
+    from shardproof.train.embedding.pooling import Embedding
+    from shardproof.train.embedding.trainer import EmbeddingTrainer
+
+    config: SftConfig = prepared.config
+    add_in_one_order(config)
+    model = build(prepared)
+    if files := files_taken(prepared.processing):
+        collator: Any = MediaMatchCollator(media_encoder(config, prepared.processing), config.lost_files)
+    else:
+        collator = partial(collate_matches, pad_token_id=prepared.tokenizer.pad_token_id)
+
+    def make_trainer(callbacks: list[Any], reporter: Any) -> EmbeddingTrainer:
+        return EmbeddingTrainer(
+            model=model,
+            data_collator=collator,
+            embedding=Embedding(str(config.pooling), config.system, files),
+            kind=loss_of(config),
+            temperature=config.loss_temperature or 1.0,
+            **for_sft_trainer(prepared, callbacks),
+        )
+
+    return run.train(prepared, model, make_trainer, view, write, signals)

@@ -1,0 +1,122 @@
+"""The Trainer of `shardproof sft --task embedding`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather, gather_object
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import EvalLoopOutput
+
+from shardproof.models.family import without_adapters
+from shardproof.train.embedding import similarity
+from shardproof.train.embedding.pooling import Embedding, pooled
+from shardproof.train.embedding.similarity import Embedded
+from shardproof.train.rows.sampler import eval_batches
+from shardproof.train.sft.by_file import in_chunks
+from shardproof.train.trainer import SftTrainer
+
+
+class EmbeddingTrainer(SftTrainer):
+    """Losses are sums over rows divided by the rows of the step on all ranks, which are as many in each step.
+
+    [Note: negatives of all ranks] The negatives of a row are the texts of a micro-batch on all ranks. Every rank
+    gathers the embeddings of the others and computes the loss of all rows, with its own embeddings alive. The gradient
+    that passes through these is the whole of what they contribute, also as negatives of the rows of other ranks; added
+    over ranks it is that of one process, and nothing is sent in backward. What this costs is the matrix of similarities
+    of all rows on each rank, which is small beside the model. The value of the loss is shared out among the ranks.
+
+    Args:
+        embedding: how texts are embedded.
+        kind: which loss.
+        temperature: what similarities are divided by in the loss `infonce`.
+    """
+
+    def __init__(self, *args: Any, embedding: Embedding, kind: str, temperature: float, **kwargs: Any) -> None:
+        self.embedding, self.kind, self.temperature = embedding, kind, temperature
+        super().__init__(*args, loss=self._loss, **kwargs)
+        self.model_accepts_loss_kwargs = False  # the model is asked for the vectors of tokens only
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor:
+        return torch.tensor(self.batch_plan.whole, device=device)
+
+    def _embedded(self, outputs: Any, labels: dict[str, Any]) -> Embedded:
+        texts = pooled(outputs["last_hidden_state"], labels["mask"], self.embedding.pooling)
+        return Embedded.of(texts, labels["rows"], labels["keys"], labels["scores"])
+
+    def _loss(self, outputs: Any, labels: dict[str, Any], num_items_in_batch: Any) -> torch.Tensor:
+        mine = self._embedded(outputs, labels)
+        if self.kind != "infonce":
+            return getattr(similarity, self.kind)(mine) / num_items_in_batch  # type: ignore[no-any-return]
+        loss = similarity.infonce(self._of_every_rank(mine), self.temperature) / num_items_in_batch
+        ranks = self.accelerator.num_processes
+        return loss / ranks + (loss - loss.detach()) * (1 - 1 / ranks)  # a share of the value, the whole gradient
+
+    def _of_every_rank(self, mine: Embedded) -> Embedded:
+        """The batches of all ranks as one, in their order; those of this rank are the ones it has gradients for."""
+        if self.accelerator.num_processes == 1:
+            return mine
+        self._meet()  # ranks that are not through yet may want slices of this one
+        device = mine.queries.device
+        counts = gather(torch.tensor([[len(mine.queries), len(mine.negatives)]], device=device)).tolist()
+        texts = torch.cat([mine.queries, mine.positives, mine.negatives]).detach()
+        most = max(2 * rows + more for rows, more in counts)
+        vectors = gather(functional.pad(texts, (0, 0, 0, most - len(texts)))).split(most)
+        keys = gather(functional.pad(mine.keys, (0, most - len(mine.keys)))).split(most)
+        scores = mine.scores.new_ones(1)
+        batches = [
+            Embedded.of(of_texts[: 2 * rows + more], rows, of_keys[: rows + more], scores.expand(rows))
+            for of_texts, of_keys, (rows, more) in zip(vectors, keys, counts, strict=True)
+        ]
+        batches[self.accelerator.process_index] = mine
+        return Embedded.together(batches)
+
+    @torch.no_grad()
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """The mean loss over the rows, and how well all of them together are found, exact for any number of processes.
+
+        Rows are negatives of each other in groups as large as a step, so that the loss does not depend on that number
+        either."""
+        rows: Any = dataloader.dataset
+        was_training = self.model.training
+        self.model.eval()
+        batch, mine = self.batch_plan, []
+        chunks = in_chunks(range(len(rows)), batch.micro)
+        for indices, counts in self.each_evaluated(eval_batches(chunks, self.args.process_index, batch.readers)):
+            inputs = self._prepare_inputs(self.data_collator([rows[i] for i in indices]))
+            labels = inputs.pop("labels")
+            found = self._embedded(self.model(**inputs), labels)
+            if counts:
+                mine.append((indices[0], [part.cpu() for part in found]))
+        self.model.train(was_training)
+        self._meet()
+        everyone = sorted(gather_object(mine), key=lambda pair: pair[0])
+        means = self._measured([Embedded(*parts) for _, parts in everyone])
+        means = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=means, num_samples=len(rows))
+
+    def _measured(self, batches: list[Embedded]) -> dict[str, float]:
+        """Of the batches of an evaluation, which are of as many rows as a micro-batch, in order."""
+        whole = Embedded.together(batches)
+        if self.kind != "infonce":
+            loss = float(getattr(similarity, self.kind)(whole))
+            return {"loss": loss / len(whole.queries), **similarity.correlation(whole)}
+        at_once = self.batch_plan.whole // self.batch_plan.micro
+        groups = [Embedded.together(batches[i : i + at_once]) for i in range(0, len(batches), at_once)]
+        loss = sum(float(similarity.infonce(group, self.temperature)) for group in groups)
+        return {"loss": loss / len(whole.queries), **similarity.retrieval(whole)}
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        width = without_adapters(self.model).config.get_text_config().hidden_size
+        self.embedding.write(Path(output_dir or self.args.output_dir), width)

@@ -1,0 +1,277 @@
+"""What becomes of activations between forward and backward: kept, computed again, or kept by the host meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from shardproof.errors import ConfigError
+from shardproof.models.checkpointing import checkpointing_name
+from shardproof.zero.device import beside
+
+HOST = torch.device("cpu")
+SMALL = 4096
+BEHIND = 4  # copies away that the computing may be ahead of
+AHEAD = 16  # copies back that may be there before they are asked for
+ENOUGH = 2**28  # bytes, beyond which no more than the next one is brought ahead: some 10 ms of PCIe
+NEAR = 2 * AHEAD  # numbers: what an operation saved it asks for in an order of its own
+
+# What is dear to compute and cheap to keep. Batched products are not among them: in eager attention they give the
+# matrix of all pairs of tokens.
+_PRODUCTS = ("mm", "addmm", "_scaled_mm", "_grouped_mm")
+_KINDS = "flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"
+_ELSEWHERE = "flex_attention", "_varlen_attn"  # of other namespaces
+_ATTENTION = tuple(f"_scaled_dot_product_{kind}" for kind in _KINDS)
+
+
+def _keeps(operator: Any) -> bool:
+    if operator.namespace == "aten":
+        return operator._schema.name.removeprefix("aten::") in (*_PRODUCTS, *_ATTENTION)
+    return "flash_attn" in operator.namespace or any(name in operator._schema.name for name in _ELSEWHERE)
+
+
+def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what matrix products and attention give; compute the rest again."""
+    kept = isinstance(operator, torch._ops.OpOverload) and _keeps(operator)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def policy_of_biased_experts(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """`policy` for models in which transformers adds a bias into what the product of all experts has given (gpt-oss):
+    what is kept must not be written to."""
+    if getattr(operator, "overloadpacket", None) is torch.ops.aten._grouped_mm:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return policy(context, operator, *args, **kwargs)
+
+
+def choose_checkpointing(model: nn.Module, how: bool | int | str) -> nn.Module:
+    """Have `enable_checkpointing(model)`, whoever calls what it calls, do what --gradient-checkpointing says.
+
+    Trainer calls it, TRL's trainers turn it off and on again, and no argument of theirs could say this: they write
+    their arguments down.
+
+    Args:
+        model: of transformers, without adapters.
+        how: "selective" keeps what matrix products and attention give; a number n computes every n-th layer again.
+
+    Returns: `model`.
+
+    Raises:
+        ConfigError: on enabling, if the model has no layers to choose from.
+    """
+    from shardproof.train.options.config import SELECTIVE  # with pydantic, which who holds activations needs not have
+
+    every = 1 if isinstance(how, (bool, str)) else how
+    if how != SELECTIVE and every < 2:
+        return model
+    name = checkpointing_name(model)
+    plain: Any = getattr(model, f"{name}_enable")
+
+    def enable(
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        chosen = dict(gradient_checkpointing_kwargs or activation_checkpointing_kwargs or {})
+        if how == SELECTIVE:
+            biased = any(getattr(module, "has_bias", False) for module in model.modules())
+            keeps = policy_of_biased_experts if biased else policy
+            chosen |= {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, keeps)}
+        plain(**{f"{name}_kwargs": chosen}, **more)
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if every > 1 and not layers:
+            raise ConfigError(
+                f"--gradient-checkpointing {every}: the layers of {type(model).__name__} cannot be told apart. Take"
+                " yes, selective or no."
+            )
+        for number, layer in enumerate(layers if every > 1 else ()):
+            layer.gradient_checkpointing = number % every == 0
+
+    setattr(model, f"{name}_enable", enable)  # a function of this one object
+    return model
+
+
+class Held:
+    """A tensor that the host holds.
+
+    Attributes:
+        number: how many others were saved before it.
+        host: its copy there.
+        saved: how many operations saved it.
+        here: it on the device, while it is on its way to the host (`leaving`) or back; `version` of it. The `event` is
+            the end of that copy.
+    """
+
+    def __init__(self, number: int, host: torch.Tensor) -> None:
+        self.number, self.host, self.saved = number, host, 0
+        self._backward, self._asked = -1, 0
+        self.here: torch.Tensor | None = None
+        self.event: torch.Event | None = None
+        self.version, self.leaving = 0, False
+
+    def set(self, here: torch.Tensor, event: torch.Event | None, leaving: bool) -> None:
+        self.here, self.event, self.leaving, self.version = here, event, leaving, here._version
+
+    def ask(self, backward: int) -> bool:
+        """Returns whether that backward pass had asked for it before."""
+        again = self._backward == backward
+        self._backward, self._asked = backward, self._asked + 1 if again else 1
+        return again
+
+    def awaited(self, backward: int) -> bool:
+        """Whether an operation that saved it has not asked for it yet."""
+        return self._backward != backward or self._asked < self.saved
+
+
+class HeldByHost(saved_tensors_hooks):
+    """Inside, what a forward pass saves for backward goes to the host's memory, and comes back before it is asked for.
+
+    Copies run in a stream beside the computing. Of those away a few may lag behind, and what is still here when it is
+    asked for is taken as it is. Backward asks for what was saved in about the opposite order, so with each tensor that
+    it asks for the copies of the next ones are queued, before it computes with that one. That is a guess: what it asks
+    for in another order comes when it is asked for.
+
+    What comes back lies in memory of the stream of copies, which waits for the computing before it copies anything. So
+    it can be let go at any time, whether it was used or has not even arrived. To be used for more than one forward
+    pass: torch keeps memory for each stream.
+
+    What lies in gathered weights stays where it is: the engine's own hooks, inside of these, keep only its place. A
+    tensor that is saved several times is copied once.
+
+    Args:
+        device: where the model computes.
+        host: where activations are held.
+        smallest: bytes; what is smaller is not worth a copy.
+
+    Attributes:
+        queues: whether copies are queued.
+    """
+
+    def __init__(self, device: torch.device, host: torch.device = HOST, smallest: int = SMALL) -> None:
+        self.device, self.host, self.smallest = device, host, smallest
+        self.queues = device.type not in ("cpu", "meta")
+        self._numbers = count()
+        self._saved: WeakValueDictionary[int, Held] = WeakValueDictionary()  # by number
+        self._held: dict[tuple[Any, ...], Held] = {}  # in this forward pass
+        self._here: list[Held] = []  # those of which the device has a copy
+        self._stream: torch.Stream | None = None
+        self._backward = -1
+        super().__init__(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        small = tensor.numel() * tensor.element_size() < self.smallest
+        if small or tensor.device.type != self.device.type or tensor.is_sparse or isinstance(tensor, nn.Parameter):
+            return tensor
+        # As long as the weak reference is there, no other memory has its name.
+        memory = StorageWeakRef(tensor.untyped_storage())
+        where = tensor.storage_offset(), tensor.shape, tensor.stride()
+        key = memory, *where, tensor.dtype, tensor.is_conj(), tensor.is_neg(), tensor._version
+        if key not in self._held:
+            self._held[key] = self._copy_away(tensor.detach())
+        held = self._held[key]
+        held.saved += 1
+        return held
+
+    def _copy_away(self, values: torch.Tensor) -> Held:
+        # In the order of its elements: a product of a transposed matrix rounds otherwise than that of its copy in rows.
+        host = self._room(values)
+        if host.stride() != values.stride():  # gaps, or elements that stand for several: one transfer needs them dense
+            values = values.clone()
+        held = Held(next(self._numbers), host)
+        with self._beside():
+            host.copy_(values, non_blocking=True)
+            held.set(values, self._event(), leaving=True)
+        self._saved[held.number] = held
+        self._here.append(held)
+        while len(self._here) > BEHIND:
+            self._let_go(self._here.pop(0))
+        return held
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        backward = torch._C._current_graph_task_id()
+        if backward not in (-1, self._backward):
+            torch.autograd.Variable._execution_engine.queue_callback(self._forget)  # type: ignore[attr-defined]
+            self._backward = backward
+        self._have([packed, *(self._expected(packed, backward) if backward != -1 else [])])
+        here: torch.Tensor = packed.here
+        if not packed.leaving:
+            self._wait(packed)
+        if backward == -1:  # somebody looks at what is saved
+            self._forget()
+        return here
+
+    def _expected(self, held: Held, backward: int) -> list[Held]:
+        """What is likely to be asked for after it: of what is here, what is near, and then what was saved before."""
+        again = held.ask(backward)  # what many operations saved does not tell where backward has come to
+        others = [h for h in self._here if h is not held and h.awaited(backward)]
+        if again:
+            return others[:AHEAD]
+        found = [h for h in others if abs(h.number - held.number) <= NEAR]
+        first = min(h.number for h in (held, *found))
+        for number in range(first - 1, first - 1 - NEAR, -1):
+            if len(found) >= AHEAD or sum(h.host.nbytes for h in found) >= ENOUGH:
+                break
+            before = self._saved.get(number)
+            if before is not None and before.awaited(backward):
+                found.append(before)
+        return found
+
+    def _have(self, wanted: list[Held]) -> None:
+        """These on the device, and no others."""
+        for held in self._here:
+            edited = held.here is not None and held.here._version != held.version
+            if edited or held not in wanted:
+                self._let_go(held)
+        self._here = wanted
+        missing = [held for held in wanted if held.here is None]
+        if missing:
+            with self._beside():
+                for held in missing:
+                    held.set(self._copy_back(held.host), self._event(), leaving=False)
+
+    def _let_go(self, held: Held) -> None:
+        if held.leaving:  # its memory is free once the computing has waited for the copy
+            self._wait(held)
+        held.here = held.event = None
+
+    def _forget(self) -> None:
+        self._have([])
+
+    def _room(self, values: torch.Tensor) -> torch.Tensor:
+        """The host's memory for a copy."""
+        return torch.empty_like(values, device=self.host, pin_memory=self.queues)
+
+    def _copy_back(self, host: torch.Tensor) -> torch.Tensor:
+        return host.to(self.device, non_blocking=True)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        if not self.queues:
+            yield
+            return
+        with beside(self.device, self._stream) as self._stream:
+            yield
+
+    def _event(self) -> torch.Event | None:
+        return None if self._stream is None else self._stream.record_event()
+
+    def _wait(self, held: Held) -> None:
+        if held.event is not None:
+            torch.accelerator.current_stream(self.device).wait_event(held.event)
+
+    def __exit__(self, *args: Any) -> None:
+        self._held = {}
+        super().__exit__(*args)

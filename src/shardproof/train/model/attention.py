@@ -1,0 +1,66 @@
+"""What sees what in a model of a run: its attention, and layers and batches in which rows share a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardproof.errors import ConfigError
+
+
+def choose_attention(model: Any, config: Any) -> None:
+    """Check the attention that a run or a plan asks for; if it asks for none, have rows that share one not cost all
+    pairs of their tokens."""
+    from shardproof.models.masks import tell_masks_of_positions
+    from shardproof.models.varlen import check_attention_of, take_for_packed
+
+    if _shares_rows(config):
+        tell_masks_of_positions(model)
+    check_attention_of(model, config.attn)
+    if config.attn is None and _shares_rows(config) and not getattr(config, "compile", False):
+        take_for_packed(model, half=config.precision != "fp32")
+
+
+def share_rows(model: Any, config: Any) -> None:
+    """Prepare a model for packed rows, for batches without padding, or for rows of which each process has a part.
+
+    Raises:
+        ConfigError: it is not one for them.
+    """
+    from shardproof.models.padding_free import make_padding_free
+    from shardproof.models.recurrent import carries_state, isolate_documents
+    from shardproof.train.rows.shared_rows import share_rows_of
+
+    if _shares_rows(config) and carries_state(model):
+        if config.compile:
+            raise ConfigError(
+                f"--packing with --compile: layers of {type(model).__name__} carry a state from token to token, and get"
+                " documents in other shapes with each batch. Leave one of the two out."
+            )
+        isolate_documents(model)
+    if getattr(config, "padding_free", False):
+        make_padding_free(model)
+    if config.sequence_parallel > 1:
+        check_parts_of_rows(model)
+        share_rows_of(model, config.sequence_parallel, gathers=config.recipe != "sft")
+
+
+def check_parts_of_rows(model: Any) -> None:
+    """Raise ConfigError for a model, before adapters, whose decoder passes something on beside attention, as far as the
+    names of its layers tell, or counts positions by itself; any other one is tried at the first step."""
+    from shardproof.models.recurrent import looks_back
+    from shardproof.train.model.positions import counts_positions
+
+    decoder, name = model.get_decoder(), type(model).__name__
+    why = ""
+    if looks_back(decoder):
+        why = f"layers of {name} carry a state from token to token"
+    elif counts_positions(decoder):
+        why = f"{name} counts the positions of a row's tokens itself, by the row's mask or its padding"
+    if why:
+        raise ConfigError(
+            f"--sequence-parallel: {why}, and a process has a part of each row only. Leave --sequence-parallel out."
+        )
+
+
+def _shares_rows(config: Any) -> bool:
+    return getattr(config, "packing", False) or getattr(config, "padding_free", False)

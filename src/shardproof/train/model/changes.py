@@ -1,0 +1,153 @@
+"""What a run changes in the model that it begins with: tokens that are new to it, and how far its positions reach."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardproof.errors import ConfigError
+
+ROPES = ("linear", "dynamic", "yarn")  # kinds that a factor is all there is to say of
+CHANGES = ("new_special_tokens", "rope_scaling", "max_model_len")
+
+
+# --- tokens ------------------------------------------------------------------------------------------
+
+
+def tokens_of(names: list[str]) -> list[str]:
+    """The tokens that --new-special-tokens names: themselves, or those in a .txt file, one a line.
+
+    Raises:
+        ConfigError: the file cannot be read, or a token stands there twice or is empty.
+    """
+    if len(names) != 1 or not names[0].endswith(".txt"):
+        found = names
+    else:
+        try:
+            found = Path(names[0]).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ConfigError(f"--new-special-tokens {names[0]} cannot be read: {reason}.") from None
+        found = [line.strip() for line in found if line.strip()]
+        if not found:
+            raise ConfigError(f"--new-special-tokens {names[0]} holds no token: one a line is expected.")
+    twice = next((token for i, token in enumerate(found) if token in found[:i] or not token.strip()), None)
+    if twice is not None:
+        raise ConfigError(f"--new-special-tokens: the token {twice!r} {'is there twice' if twice else 'is empty'}.")
+    return found
+
+
+def add_tokens(tokenizer: Any, names: list[str]) -> None:
+    """Have the tokenizer know these tokens, as special ones."""
+    if names:
+        tokenizer.add_tokens(tokens_of(names), special_tokens=True)
+
+
+def grow(model: Any, tokenizer: Any) -> None:
+    """Give a model a row for each token: embedding, and head where it has one. New rows are drawn around the mean of
+    the others (transformers' mean resizing), from the same random numbers on all ranks.
+
+    Of a model that is loaded in parts, embedding and head are read whole, and cut with the rest.
+
+    Raises:
+        ConfigError: the embedding of the model is not where transformers looks for it.
+    """
+    try:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        rows = embedding.weight.shape[0]
+    except (NotImplementedError, AttributeError) as error:
+        raise ConfigError(
+            f"--new-special-tokens: {type(model).__name__} does not say what embeds its tokens."
+        ) from error
+    if len(tokenizer) <= rows:
+        return
+    for module in (embedding, head):
+        for p in () if module is None else module.parameters(recurse=False):
+            read_whole(p)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=True)
+
+
+def read_whole(p: Any) -> None:
+    """Give a parameter the values that it was to read when it is cut, if it was to read any."""
+    from shardproof.zero.build import READER
+
+    if (read := p.__dict__.pop(READER, None)) is not None:
+        p.data = read(0, p.numel()).to(p.dtype).view(p.shape).clone()
+
+
+# --- positions ---------------------------------------------------------------------------------------
+
+
+def check_rope(scaling: Mapping[str, str], longest: int | None) -> None:
+    """Raise ConfigError for a scaling that cannot be."""
+    kind = scaling.get("type")
+    for name in scaling:
+        if name not in ("type", "factor"):
+            raise ConfigError(f"--rope-scaling {name}={scaling[name]}: it takes type and factor: type=yarn,factor=2.")
+    if scaling and kind not in ROPES:
+        raise ConfigError(f"--rope-scaling: the type is one of {', '.join(ROPES)}: --rope-scaling type=yarn,factor=2.")
+    if scaling and "factor" not in scaling and longest is None:
+        raise ConfigError(f"--rope-scaling {kind}: by how much? Add factor=2, or --max-model-len.")
+    if "factor" in scaling:
+        try:
+            right = 1 <= float(scaling["factor"]) < math.inf
+        except ValueError:
+            right = False
+        if not right:
+            raise ConfigError(f"--rope-scaling factor={scaling['factor']}: a number of 1 or more is expected.")
+
+
+def stretch(config: Any, scaling: Mapping[str, str], longest: int | None) -> None:
+    """Let the positions of a model reach further, in its config, which is saved with it: they are scaled by the factor,
+    or by the whole number that takes `longest` tokens. Without a scaling, only the config says `longest`.
+
+    Raises:
+        ConfigError: its positions are no rotary ones that a factor scales, or it says no length.
+    """
+    if not scaling and longest is None:
+        return
+    text = config.get_text_config()
+    if not scaling:
+        text.max_position_embeddings = longest
+        return
+    ropes = getattr(text, "rope_parameters", None)
+    if isinstance(ropes, dict) and any(isinstance(part, dict) for part in ropes.values()):
+        raise ConfigError(
+            f"--rope-scaling: {config.model_type} has positions for each kind of its layers ({', '.join(ropes)}), and "
+            "one factor would scale them all. Change rope_parameters in the config.json of a copy of the model instead."
+        )
+    if not isinstance(ropes, dict) or "rope_theta" not in ropes:
+        raise ConfigError(f"--rope-scaling: {config.model_type} has no rotary positions that a factor would scale.")
+    before = ropes.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", None)
+    if not before:
+        raise ConfigError(
+            f"--rope-scaling: the config of {config.model_type} does not say how many tokens it can hold."
+        )
+    factor = float(scaling["factor"]) if "factor" in scaling else float(max(1, math.ceil((longest or 0) / before)))
+    others = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+    kept = {name: ropes[name] for name in others if name in ropes}
+    text.rope_parameters = kept | {
+        "rope_type": scaling["type"],
+        "factor": factor,
+        "original_max_position_embeddings": before,
+    }
+    text.max_position_embeddings = longest or int(before * factor)
+
+
+def stretching(config: Any) -> Callable[[Any], None] | None:
+    """What changes the config of the model of a run with these options; None changes nothing."""
+    scaling, longest = getattr(config, "rope_scaling", {}), getattr(config, "max_model_len", None)
+    return (lambda found: stretch(found, scaling, longest)) if scaling or longest else None
+
+
+def changed_by(folder: Path) -> Any:
+    """The options by which the run that a model folder is of has changed its model; None of other folders."""
+    from shardproof.train.folder import CONFIG, recorded_in
+    from shardproof.train.options.config import SftConfig
+
+    if not (folder.parent / CONFIG).is_file():
+        return None
+    said = recorded_in(folder.parent)
+    return SftConfig(**{name: said[name] for name in CHANGES if said.get(name)})

@@ -1,0 +1,160 @@
+"""Which parts of a model are trained, and how fast."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardproof.data.forms.parts import rows_of_kinds
+from shardproof.errors import ConfigError
+from shardproof.models.families import family_of
+from shardproof.models.family import FED_BY, PARTS, TALKER, anatomy, trainable_parts
+from shardproof.models.scorers import HEADED, HEADS
+from shardproof.train.options.config import RunConfig
+from shardproof.train.options.patterns import check_pattern
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+SECOND = re.compile(r"\.lora_(embedding_)?B\b")  # of the two matrices of an adapter, as PEFT names it
+
+
+def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
+    """Freeze what --freeze, --train-parts and --freeze-parameters leave out. Returns the parts that are trained.
+
+    Raises:
+        ConfigError: a part or a parameter that the model does not have, or nothing is left.
+    """
+    found = anatomy(model)
+    chosen, scores = parts_trained(model, found.parts, config), _scores(model)
+    family = family_of(getattr(model, "config", None))
+    if TALKER in chosen and not (family is not None and family.codes):
+        raise ConfigError("--train-parts talker: what this model's talker is to learn is not known here.")
+    for part in config.part_learning_rates:
+        if part not in chosen and (part in found.parts or part not in PARTS):
+            raise ConfigError(f"--part-learning-rates {part}=...: the parts that are trained are {', '.join(chosen)}.")
+    for name, parameter in model.named_parameters():
+        if found.part_of[name] not in chosen and not (scores and name.startswith(HEADS)):
+            parameter.requires_grad_(False)
+    for name in named(model, "--freeze-parameters", config.freeze_parameters):
+        model.get_parameter(name).requires_grad_(False)
+    for name in named(model, "--trainable-parameters", config.trainable_parameters):
+        model.get_parameter(name).requires_grad_(True)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"--freeze-parameters {' '.join(config.freeze_parameters)}: nothing is left to train.")
+    return chosen
+
+
+def parts_trained(model: nn.Module, parts: list[str], config: RunConfig) -> list[str]:
+    """Of the parts of a model those that --train-parts and --freeze have trained: maybe none, where something else
+    is."""
+    besides = bool(config.trainable_parameters) or (config.tuner == "full" and _scores(model))
+    return trainable_parts(parts, config.train_parts, config.freeze, besides)
+
+
+def _scores(model: nn.Module) -> bool:
+    """Whether it has a head for scores, which is learnt also where the language model is not."""
+    return type(model).__name__.endswith(HEADED)
+
+
+def freeze_head(model: Any) -> None:
+    """What is asked for vectors or scores is not asked for words."""
+    for parameter in of_head_alone(model):
+        parameter.requires_grad_(False)
+
+
+def head_for_words(model: Any) -> Any:
+    """The module that makes words of hidden states, or None."""
+    return getattr(model, "get_output_embeddings", lambda: None)()
+
+
+def of_head_alone(model: Any) -> list[nn.Parameter]:
+    """The parameters of a head for words that are not the embedding's, too."""
+    head, embedding = head_for_words(model), model.get_input_embeddings()
+    return [] if head is None or head.weight is embedding.weight else list(head.parameters())
+
+
+def check_reached(model: nn.Module, rows: Iterable[Any]) -> None:
+    """Raise ConfigError where files are all that reaches what is trained, and none of the rows has such files."""
+    part_of = anatomy(model).part_of
+    trained = {part_of[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trained <= FED_BY.keys():
+        return
+    kinds = rows_of_kinds(rows)
+    if not any(kind in kinds for part in trained for kind in FED_BY[part]):
+        seen = f"the rows have files of kind {', '.join(kinds)} only" if kinds else "no row has a file"
+        raise ConfigError(f"Nothing would be learnt: {', '.join(sorted(trained))} is all that is trained, and {seen}.")
+
+
+def named(model: nn.Module, option: str, patterns: Sequence[str]) -> list[str]:
+    """The names of parameters in which one of these regular expressions is found.
+
+    Raises:
+        ConfigError: one is no regular expression, or is found in none of them.
+    """
+    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p.is_floating_point()]
+    found: list[str] = []
+    for pattern in patterns:
+        check_pattern(option, pattern)
+        matching = [name for name in names if re.search(pattern, name)]
+        if not matching:
+            raise ConfigError(
+                f"{option} {pattern}: the model has no parameter of such a name.\n"
+                f"Its names are like {names[0]}, {names[len(names) // 2]} and {names[-1]}."
+            )
+        found += matching
+    return found
+
+
+def packed_already(model: str) -> ConfigError:
+    return ConfigError(f"{model} is in four bits, which cannot be trained: add --tuner lora.")
+
+
+def in_bits(model: Any, config: RunConfig) -> Any:
+    """The model, its base in four bits where --quantize asks for it or where it was saved so; before it has adapters.
+
+    Raises:
+        ConfigError: it cannot be, or is to be trained itself.
+    """
+    from shardproof.integrations.four_bits import FourBitLinear, in_four_bits
+
+    packed = any(isinstance(module, FourBitLinear) for module in model.modules())
+    if packed and config.tuner == "full":
+        raise packed_already(config.model)
+    if config.quantize is None:
+        return model
+    if packed:
+        raise ConfigError(f"{config.model} is in four bits already: leave --quantize out.")
+    part_of, whole = anatomy(model).part_of, [f".{name}." for name in config.modules_to_save]
+
+    def packs(name: str) -> bool:
+        return part_of[name] == "llm" and not any(trained in f".{name}" for trained in whole)
+
+    if not in_four_bits(model, config.quantize, packs):
+        raise ConfigError(f"--quantize: the language model of {type(model).__name__} has no blocks of linear layers.")
+    return model
+
+
+def heads_of(model: nn.Module) -> list[Any]:
+    inner: list[Any] = [module for module in model.modules() if hasattr(module, "get_output_embeddings")]
+    return [module.get_output_embeddings() for module in inner]
+
+
+def with_own_rates(
+    optimizer: torch.optim.Optimizer, model: nn.Module, rates: Mapping[str, float], ratio: float
+) -> None:
+    """Give the parameters of these parts a learning rate of their own, and the second matrices of adapters `ratio`
+    times that of their part (LoRA+): groups beside the others, which follow the same schedule."""
+    part_of = anatomy(model).part_of
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in list(optimizer.param_groups):
+        own: dict[float, list[torch.Tensor]] = {}
+        for parameter in group["params"]:
+            name = name_of.get(id(parameter), "")  # of another model, beside the one with parts
+            rate = rates.get(part_of.get(name, ""), group["lr"]) * (ratio if SECOND.search(name) else 1)
+            own.setdefault(rate, []).append(parameter)
+        group["params"] = own.pop(group["lr"], [])
+        for rate, parameters in own.items():
+            optimizer.add_param_group({**group, "params": parameters, "lr": rate})

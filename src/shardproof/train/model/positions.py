@@ -1,0 +1,158 @@
+"""Positions that a model has learnt (GPT-2, OPT, BERT): a table with a row for each, and none for what comes behind.
+
+Rotary positions and sinusoids are computed: of models that have such nothing is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from shardproof.data.forms.preferences import PROMPTS
+from shardproof.data.rows import Places
+from shardproof.errors import ConfigError
+from shardproof.train.options.config import RunConfig
+from shardproof.train.options.rlhf_config import RlhfConfig
+
+_TABLE = re.compile(r"(^|\.)(wpe|\w*pos(ition)?s?(_\w+)?)$")
+_SPARE = 8  # rows of such a table beyond the positions that the config names, at most
+
+
+def learnt_positions(model: Any) -> int | None:
+    """How many positions a model has learnt; None: they are computed, or there are none."""
+    known = _declared(model.config)
+    if known is None:
+        return None
+    from torch import nn
+
+    found = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding) or not _TABLE.search(name) or "Sinusoid" in type(module).__name__:
+            continue
+        if known <= module.num_embeddings <= known + _SPARE:  # another one is of pictures, or of types
+            offset = getattr(module, "offset", None)  # OPT's and BART's
+            if offset is None:
+                offset = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa's
+            found.append(module.num_embeddings - offset)
+    return min(found, default=None)
+
+
+def counts_positions(model: Any) -> bool:
+    """Whether a model numbers the tokens of a row by what is padding: OPT by the mask, RoBERTa by the ids."""
+    from torch import nn
+
+    return any(
+        hasattr(module, "create_position_ids_from_input_ids")
+        or (isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters)
+        for module in model.modules()
+    )
+
+
+def rotary_positions(config: Any) -> int | None:
+    """How many positions a model with rotary ones is made for, by its config; None: it does not say, or has others."""
+    text = config.get_text_config()
+    known = getattr(text, "max_position_embeddings", None) if getattr(text, "rope_parameters", None) else None
+    return known if isinstance(known, int) else None
+
+
+def _declared(config: Any) -> int | None:
+    """What a config says of positions; None: nothing, or they are rotary."""
+    text = config.get_text_config()
+    if getattr(text, "rope_parameters", None):
+        return None
+    known = getattr(text, "n_positions", None) or getattr(text, "max_position_embeddings", None)
+    return known if isinstance(known, int) else None
+
+
+def positions_for(source: str, tokens: int, trust_remote_code: bool = False) -> int | None:
+    """How many positions the model of `source` has learnt, where they may be fewer than `tokens`; None: enough."""
+
+    def enough(config: Any) -> bool:
+        known = _declared(config)
+        return known is None or tokens + _SPARE <= known
+
+    model = without_weights(source, enough, trust_remote_code)
+    limit = learnt_positions(model) if model is not None else None
+    return limit if limit is not None and limit < tokens else None
+
+
+def without_weights(source: str, enough: Callable[[Any], bool], trust_remote_code: bool) -> Any:
+    """The model of `source` on the meta device; None where its config is `enough` to say what is asked, or it cannot be
+    made: it is a plugin's, or one that is told of when it is loaded."""
+    import torch
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        if enough(config):
+            return None
+        with torch.device("meta"):
+            return transformers.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception:
+        return None
+
+
+def check_positions(config: RunConfig, source: str, *encoded: Any) -> None:
+    """Raise ConfigError for rows, as a recipe has encoded them (or None), that are longer than the model has
+    positions."""
+    for rows in encoded:
+        if rows is None:
+            continue
+        tokens, where = _longest(config, rows)
+        limit = positions_for(source, tokens, config.trust_remote_code)
+        if limit is not None:
+            raise ConfigError(_told(config, tokens, where, limit))
+
+
+def _told(config: RunConfig, tokens: int, where: str, limit: int) -> str:
+    has = f"{config.model} has learnt {limit} positions, and none beyond"
+    answer = _generated(config)
+    if answer and limit - answer >= 2:
+        return (
+            f"{where}: the prompt and --max-completion-length {answer} are up to {tokens} tokens, and {has}.\n"
+            f"Lower --max-completion-length, or give --max-length {limit - answer}, which is then that of prompts."
+        )
+    if answer:
+        return f"--max-completion-length {answer}: {has}. Lower it, so that a prompt has room, too."
+    how = f"--truncation {config.truncation} says what becomes of longer rows"
+    row = f"{where}: the row has {tokens} tokens" if where else f"--max-length {tokens}: rows may have so many tokens"
+    return f"{row}, and {has}.\nGive --max-length {limit}: {how}."
+
+
+def _generated(config: RunConfig) -> int:
+    """How many tokens may follow a row of a prompt."""
+    from shardproof.train.rlhf.rows import form_of
+
+    if isinstance(config, RlhfConfig) and form_of(config) is PROMPTS:
+        return config.max_completion_length
+    return 0
+
+
+def _longest(config: RunConfig, rows: Any) -> tuple[int, str]:
+    """Tokens of the longest row that is trained on, and where it stands; nowhere where rows are read later."""
+    import pyarrow.compute as pc
+
+    if isinstance(config, RlhfConfig):
+        return min(rows.report.longest_kept, config.max_length) + _generated(config), rows.report.longest_at
+    encoded = rows
+    rows = getattr(rows, "encoded", rows)  # rows with files are read again in training
+    if not hasattr(rows, "column_names"):
+        return config.max_length, ""
+    name = next((name for name in ("lengths", "seq_lengths") if name in rows.column_names), None)
+    if name is None:
+        lengths, of_row = pc.list_value_length(rows.data.column("input_ids")), None
+    else:  # texts of a row, or rows of a packed one
+        column = rows.data.column(name).combine_chunks()
+        lengths, of_row = pc.list_flatten(column), pc.list_parent_indices(column)
+    most = pc.max(lengths).as_py()
+    number = pc.index(lengths, most).as_py()
+    number = number if of_row is None else of_row[number].as_py()
+    return most, place_of(config, encoded, number)
+
+
+def place_of(config: RunConfig, encoded: Any, number: int) -> str:
+    """Where a row stands of which so many come before; the datasets where that is not known, as of packed rows."""
+    places = getattr(encoded, "places", None)
+    return places[number] if isinstance(places, Places) else " ".join(config.dataset)

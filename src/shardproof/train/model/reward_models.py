@@ -1,0 +1,88 @@
+"""Whether a model can judge: one without a trained head would give random rewards, and nobody would notice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardproof.data.forms.labels import Labels
+from shardproof.errors import ConfigError
+from shardproof.models.classes import with_values
+from shardproof.models.scorers import HEADED, HEADS, load_scorer
+
+
+def check_reward_model(model: str, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError for a model whose config or weights say that it has no head for rewards.
+
+    A folder is looked at without importing anything; the config of a model of the hub is loaded by transformers.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        labels = len(config.get("id2label") or []) or (2 if config.get("problem_type") else 1)  # two are not written
+        classes = config.get("architectures") or []
+        _check(model, classes, labels, any(name.startswith(HEADS) for name in _weights(folder)))
+        return
+    from transformers import AutoConfig
+
+    found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    classes = list(found.architectures or [])
+    _check(model, classes, 1, any(name.endswith(HEADED) for name in classes))
+
+
+def judges(folder: Path) -> bool:
+    """Whether a folder holds a reward model, or the adapters of one."""
+    for name, key in (("adapter_config.json", "task_type"), ("config.json", "architectures")):
+        if (folder / name).is_file():
+            said = json.loads((folder / name).read_text(encoding="utf-8")).get(key) or []
+            return said == "SEQ_CLS" or any(kind.endswith(HEADED) for kind in said)
+    return False
+
+
+def load_judge(
+    source: str,
+    pad_token_id: int | None,
+    labels: Labels | None = None,
+    how: Callable[..., Any] = with_values,
+    **options: Any,
+) -> Any:
+    """The reward model in a folder, or the one that gives these labels, or a model of text with a new head for either.
+
+    `how` and `options` are as for `load_pretrained`.
+    """
+    head = {"num_labels": 1} if labels is None else labels.config
+    model = load_scorer(source, how=how, **head, **options)
+    if labels is not None or model.config.get_text_config().pad_token_id is None:
+        pads_with(model, pad_token_id)
+    return model
+
+
+def pads_with(model: Any, pad_token_id: int | None) -> None:
+    """Have the model look for its last token in front of these. After it was loaded: the embedding of a token that is
+    the padding when a model is made is not trained, and of some models it is the token that ends a text."""
+    for config in (model.config, model.config.get_text_config()):
+        config.pad_token_id = pad_token_id
+
+
+def _check(model: str, classes: Sequence[str], labels: int, has_head: bool) -> None:
+    if not has_head:
+        kind = classes[0] if classes else "model of no named class"
+        raise ConfigError(
+            f"--reward-model {model} is a {kind} without a head for rewards: what it would say is random.\n"
+            "Make a reward model of it first: shardproof rlhf --rlhf-type rm."
+        )
+    if labels != 1:
+        raise ConfigError(f"--reward-model {model} tells {labels} labels apart, and a reward is one number.")
+
+
+def _weights(folder: Path) -> Iterator[str]:
+    """The names of the weights in a folder; of old formats, which would have to be unpickled, those of a head."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        yield HEADS[0]
+    for file in files:
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        yield from header

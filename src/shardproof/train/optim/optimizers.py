@@ -1,0 +1,216 @@
+"""Optimizers other than torch's AdamW. Among them is AdamW in less memory: its state in eight bits, or everything in
+bf16 with updates that are rounded by chance.
+
+| bytes for each trained weight | master | gradient | state |
+|---|---|---|---|
+| `adamw` | 4 | 4 | 8 |
+| `adamw_8bit` | 4 | 4 | 2 |
+| `muon` | 4 | 4 | 4 of a matrix |
+| `adafactor` | 4 | 4 | a row and a column of a matrix |
+| `adamw`, `--stochastic-rounding` | 2 | 2 | 4 |
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardproof.train.options.config import ADAFACTOR, EIGHT_BITS, MUON, RunConfig
+from shardproof.zero.optim.step import first_elements
+
+CHUNKS = {"cpu": 1 << 15}  # elements that are updated at once, in float32: what a core's cache holds
+CHUNK = 1 << 24  # elsewhere
+
+
+def own_optimizer(config: RunConfig) -> Callable[..., torch.optim.Optimizer] | None:
+    """What makes the optimizer that the options ask for, of groups of parameters and `lr`; None for torch's AdamW."""
+    adam: dict[str, Any] = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
+    if config.optimizer == EIGHT_BITS:
+        return partial(adamw_8bit, **adam)
+    if config.optimizer == MUON:
+        from shardproof.train.optim.muon import muon
+
+        return partial(muon, **adam)
+    if config.optimizer == ADAFACTOR:
+        return adafactor
+    return partial(AdamWBf16, seed=config.seed, **adam) if config.stochastic_rounding else None
+
+
+def made_by(
+    make: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], lr: float, model: Any
+) -> torch.optim.Optimizer:
+    """What `make` makes of groups of parameters; it is told the model where it has an argument of that name."""
+    try:
+        asks = "model" in inspect.signature(make).parameters
+    except ValueError:  # not of Python
+        asks = False
+    return make(groups, lr=lr, **({"model": model} if asks else {}))
+
+
+def adafactor(params: Any, lr: float) -> torch.optim.Optimizer:
+    """transformers' Adafactor (arXiv 1804.04235) with the learning rate as it is given, as its Trainer takes it."""
+    from transformers.optimization import Adafactor
+
+    return Adafactor(params, lr=lr, scale_parameter=False, relative_step=False)
+
+
+def adamw_8bit(params: Any, smallest: int = 4096, **options: Any) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW (arXiv 2110.02861) for parameters that ranks hold slices of.
+
+    Args:
+        params: sharded parameters, or groups of them.
+        smallest: elements of a whole parameter; of a smaller one state is kept in fp32. bitsandbytes asks how large a
+            slice is, and so would keep state of one parameter in several forms.
+        options: those of `bitsandbytes.optim.AdamW8bit`.
+    """
+    from bitsandbytes.optim import AdamW8bit
+
+    class AdamW8bitOfSlices(AdamW8bit):
+        elementwise = True  # but for the rounding of state in blocks
+
+        def add_param_group(self, group: dict[str, Any]) -> None:
+            super().add_param_group(group)
+            small = [p.numel() < smallest for p in self.param_groups[-1]["params"]]  # inside a step they are slices
+            self.__dict__.setdefault("small", []).append(small)
+
+        def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+            bits = {"min_8bit_size": 2**63 if self.small[gindex][pindex] else 0}
+            return {**super().get_config(gindex, pindex, group), **bits}
+
+        def init_state(self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int) -> None:
+            if p.numel():
+                super().init_state(group, p, gindex, pindex)
+            else:  # nothing, in the form that other ranks have
+                dtype = torch.float32 if self.small[gindex][pindex] else torch.uint8
+                nothing = {name: torch.zeros_like(p, dtype=dtype) for name in ("state1", "state2")}
+                self.state[p].update(step=0, **nothing)
+
+        def update_step(self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int) -> None:
+            if p.numel():
+                super().update_step(group, p, gindex, pindex)
+
+    return AdamW8bitOfSlices(params, **options)
+
+
+class AdamWBf16(torch.optim.Optimizer):
+    """AdamW (arXiv 1711.05101) of parameters in bf16, whose state is in bf16, too: computed in float32, then rounded up
+    or down by chance, so that updates below the last of the eight bits of a weight are right in the mean (arXiv
+    2010.06192). Parameters of other dtypes keep state of their own dtype, and nothing of them is rounded; both parts of
+    complex ones are updated as numbers of their own.
+
+    Chance is drawn for the seed, the step, the parameter and the element of it. So the same gradients give the same
+    bits on any number of ranks and at any stage, also after a checkpoint.
+
+    Args:
+        params: parameters, or groups of them, in the same order on all ranks.
+        seed: of chance.
+    """
+
+    rounds_by_chance = True  # a step may leave a parameter as it is
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.seed = seed
+
+    def chunk(self, device: str) -> int:
+        """Elements that are updated at once."""
+        return CHUNKS.get(device, CHUNK)
+
+    def starts(self, count: int, size: int) -> range:
+        """Where the chunks of `count` elements begin."""
+        return range(0, count, size)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        first, number = first_elements(self), 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group, first.get(id(p), 0), number)
+                number += 1
+        return loss
+
+    def _update(self, p: torch.Tensor, group: dict[str, Any], first: int, number: int) -> None:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(p, memory_format=torch.contiguous_format)
+        state["step"] += 1
+        step = int(state["step"])
+        salt = (self.seed * 1_000_003 + number) * 1_000_003 + step
+        all_four: list[Any] = [p, p.grad, state["exp_avg"], state["exp_avg_sq"]]
+        real = [torch.view_as_real(t) if t.is_complex() else t for t in all_four]
+        flat = [t.reshape(-1) for t in real]  # a copy, where elements lie in another order (channels_last)
+        size = self.chunk(p.device.type)
+        wide = torch.promote_types(flat[0].dtype, torch.float32)
+        for start in self.starts(flat[0].numel(), size):
+            parts = [t[start : start + size] for t in flat]
+            value, gradient, mean, square = (part.to(wide) for part in parts)
+            _adamw(value, gradient, mean, square, step, group)
+            stored = parts[0], parts[2], parts[3]
+            noise = noise_of(first + start, len(value), salt, p.device) if p.dtype == torch.bfloat16 else None
+            for number_of, (old, new) in enumerate(zip(stored, (value, mean, square), strict=True)):
+                old.copy_(new if noise is None else rounded(new, (noise >> (16 * number_of)) & 0xFFFF))
+        if not real[0].is_contiguous():
+            real[0].copy_(flat[0].view(real[0].shape))
+
+
+def _adamw(
+    value: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, step: int, group: Any
+) -> None:
+    """One step, in place, in float32 or more."""
+    beta1, beta2 = group["betas"]
+    lr = float(group["lr"])
+    value.mul_(1 - lr * group["weight_decay"])
+    mean.lerp_(gradient, 1 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    root = (square.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
+    value.addcdiv_(mean, root, value=-lr / (1 - beta1**step))
+
+
+def noise_of(first: int, count: int, salt: int, device: torch.device) -> torch.Tensor:
+    """64 bits by chance, int64, for each of the elements `first` to `first + count`: splitmix64 of place and salt."""
+    z = torch.arange(first + 1, first + 1 + count, dtype=torch.int64, device=device)
+    z = z * _signed(0x9E3779B97F4A7C15) + _signed(salt * 0xD1342543DE82EF95)
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """To the right, with zeros from the left."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    number &= 2**64 - 1
+    return number - 2**64 if number >= 2**63 else number
+
+
+def rounded(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """float32 values as one of the two neighbours in bf16, the nearer one the likelier: right in the mean.
+
+    Args:
+        noise: for each a number from 0 to 65,535.
+    """
+    bits = values.view(torch.int32)
+    near = ((bits + noise.to(torch.int32)) & -65536).view(torch.float32)
+    return torch.where(values.isfinite(), near, values).to(torch.bfloat16)

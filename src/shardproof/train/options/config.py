@@ -1,0 +1,386 @@
+"""The options of a run: one model that the command line, a YAML file and the recipe share."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from shardproof.data.sources.mixture import Stopping
+from shardproof.train.options.batch import DEFAULT_MICRO_BATCH, Batch, batch_of
+from shardproof.train.options.model_options import ModelOptions
+from shardproof.train.options.option import SAVE_STEPS, Finite, ProblemType, Scheduler, Strategy, Task, option
+
+SELECTIVE = "selective"
+EIGHT_BITS, MUON, ADAFACTOR = "adamw_8bit", "muon", "adafactor"
+
+
+class RunConfig(ModelOptions):
+    """What every recipe needs to know, under the name it has everywhere.
+
+    Attributes:
+        command: of `shardproof` that runs it.
+        sources: options that name a folder, a file or something on the hub.
+    """
+
+    model_config = ConfigDict(extra="forbid", validate_default=False)
+    command: ClassVar[str]
+    sources: ClassVar[tuple[str, ...]] = (
+        *("model", "adapters", "dataset", "val_dataset", "media_root", "external_plugins"),
+    )
+
+    dataset: list[str] = option(
+        "Data", [], "required: JSONL, JSON, CSV, TSV, Parquet files, or OWNER/NAME on the hub; X#99: 99 rows; 'stdlib'"
+    )
+    interleave_prob: list[Annotated[float, Field(gt=0, le=1)]] = option(
+        "Data", [], "mix datasets: the share of rows from each --dataset, 0.7 0.3 (default: all rows of all)"
+    )
+    stopping_strategy: Stopping = option(
+        "Data", "first_exhausted", "with --interleave-prob: end an epoch when the first dataset runs out, or the last"
+    )
+    val_dataset: list[str] = option("Data", [], "datasets to evaluate on, named as those of --dataset")
+    val_split: float = option(
+        "Data", 0.0, "share of the rows to hold out for evaluation, instead of --val-dataset", ge=0, lt=1
+    )
+    columns: dict[str, str] = option("Data", {}, "fields of other names in the files: query=question,response=answer")
+    model_name: list[str] = option(
+        "Data", [], "what rows of self-cognition say instead of {{NAME}}: a name, or a Chinese and an English one"
+    )
+    model_author: list[str] = option("Data", [], "the same of {{AUTHOR}}: who made the model")
+    bad_rows: Literal["stop", "skip"] = option(
+        "Data", "stop", "at a bad row, stop the run, or skip the row and list it in skipped.txt"
+    )
+    max_length: int = option("Data", 1024, "longest row in tokens", ge=2)
+    truncation: Literal["drop", "right", "left", "split", "raise"] = option(
+        "Data", "drop", "longer rows: leave out, cut at the end or beginning, split (raw text only), or an error"
+    )
+    system: str | None = option("Data", None, "system message for rows that have none")
+    chat_template: str | None = option(
+        "Data", None, "'chatml', a file with a Jinja template, or the template itself (default: the tokenizer's)"
+    )
+    template_variables: dict[str, str] = option(
+        "Data", {}, "variables of the chat template, in training and in the saved model: enable_thinking=false"
+    )
+
+    media_root: str | None = option(
+        "Media", None, "folder that pictures, sounds and videos lie in (default: that of the dataset file)"
+    )
+    allow_remote_media: bool = option(
+        "Media", False, "download files that rows name by http or https; without it such rows are bad"
+    )
+    remote_media_cache: str | None = option(
+        "Media", None, "folder that keeps downloads, so that each file is downloaded once (default: at each use)"
+    )
+    max_pixels: int | None = option("Media", None, "scale pictures and frames of more pixels down to so many", ge=1)
+    max_seconds: Finite = option("Media", 60.0, "longest sound or video; a longer one makes a bad row", gt=0)
+    max_frame_pixels: int | None = option("Media", None, "the same of videos' frames (default: --max-pixels)", ge=1)
+    max_frames: int = option("Media", 16, "frames that are taken of a video at most, evenly spread", ge=1)
+    fps: Finite | None = option(
+        "Media", None, "frames per second that are taken of a video (default: as many as --max-frames)", gt=0
+    )
+    lost_files: Literal["skip", "stop"] = option(
+        "Media", "skip", "when a file is gone or changed in mid-training, skip its row, or stop the run"
+    )
+    workers: int = option(
+        "Media",
+        2,
+        "processes per rank that read and decode while training (before, all cores); 0: only the rank itself",
+        ge=0,
+    )
+
+    stage: int = option(
+        "Sharding", 3, "what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too", ge=0, le=3
+    )
+    shard_group: int | None = option(
+        "Sharding",
+        None,
+        "shard over groups of so many processes; each group has a whole copy (default: over all)",
+        ge=1,
+    )
+    offload: str | None = option(
+        "Sharding", None, "move to the host's memory: 'optimizer' (and masters) or 'all'; 'nvme:FOLDER': all, to files"
+    )
+    keep_gathered: Finite = option(
+        "Sharding", 0.0, "with --stage 3: GB of gathered weights to keep on each process between uses", ge=0
+    )
+    nproc: int = option("Sharding", 1, "processes on this machine; with --launcher ray, in all", ge=1)
+    launcher: Literal["local", "ray"] = option(
+        "Sharding", "local", "who starts the processes: the command itself, or Ray Train on its cluster"
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = option(
+        "Sharding", "fp32", "dtype to compute in (not given: bf16 on a GPU that has it); master weights stay fp32"
+    )
+    reduce_dtype: Literal["fp32", "bf16"] = option(
+        "Sharding",
+        "fp32",
+        "with --precision bf16: dtype in which gradients are added over processes; bf16 halves what is sent",
+    )
+    stochastic_rounding: bool = option(
+        "Sharding", False, "with --precision bf16: no fp32 masters; all is bf16, and updates are rounded at random"
+    )
+    gradient_checkpointing: bool | Annotated[int, Field(ge=0)] | Literal["selective"] = option(
+        "Sharding",
+        False,
+        "save memory by computing activations again in backward; 'selective': all but matrix products "
+        "and attention; a number N: only in every N-th layer",
+        values="yes|no|selective|N",
+    )
+    checkpointing_reentrant: bool = option("Sharding", False, "take the reentrant kind of gradient checkpointing")
+    activation_offloading: bool = option(
+        "Sharding", False, "keep activations in the host's memory between forward and backward"
+    )
+
+    nnodes: str | None = option(
+        "Machines", None, "number of machines, or from MIN to MAX of them; give the same command on each", "N|MIN:MAX"
+    )
+    node_rank: int | None = option("Machines", None, "number of this machine, from 0", ge=0)
+    master_addr: str | None = option("Machines", None, "name or address of machine 0")
+    master_port: int | None = option("Machines", None, "a free port of machine 0 (default: 29500)", ge=1, le=65535)
+
+    max_steps: int | None = option("Training", None, "stop after so many steps (default: as --epochs says)", ge=1)
+    epochs: Finite = option("Training", 1.0, "passes over the data", gt=0)
+    per_device_batch_size: int | None = option(
+        "Training", None, f"rows a process holds at once (default: {DEFAULT_MICRO_BATCH}, or less)", ge=1
+    )
+    gradient_accumulation_steps: int | None = option("Training", None, "micro-batches per step (default: 1)", ge=1)
+    global_batch_size: int | None = option(
+        "Training", None, "rows per step, over all processes; sets the accumulation, whatever --nproc is", ge=1
+    )
+    group_by_length: bool = option(
+        "Training", False, "make up each step of rows of similar length, which saves padding"
+    )
+    drop_last: bool = option("Training", False, "leave out the rows at the end of an epoch that fill no whole step")
+    sequence_parallel: int = option(
+        "Sharding", 1, "split each row over so many processes, for rows that are too long for one", ge=1
+    )
+    padding_free: bool = option(
+        "Training", False, "lay the rows of a batch end to end in the decoder, which then computes no padding"
+    )
+    compile: bool = option("Training", False, "compile the blocks of the model with torch.compile")
+    learning_rate: Finite = option("Training", 1e-4, "peak learning rate of AdamW", ge=0)
+    lr_scheduler: Scheduler = option("Training", "cosine", "course of the learning rate after the warm-up")
+    lr_scheduler_kwargs: dict[str, Finite] = option(
+        "Training", {}, "further arguments of that schedule of transformers: min_lr=1e-6"
+    )
+    warmup_ratio: float = option("Training", 0.05, "share of the steps in which the learning rate warms up", ge=0, lt=1)
+    warmup_steps: int | None = option("Training", None, "number of these steps, instead of a share", ge=0)
+    weight_decay: Finite = option("Training", 0.0, "decoupled weight decay", ge=0)
+    adam_beta1: float = option("Training", 0.9, "AdamW's beta1, of the mean of gradients", ge=0, lt=1)
+    adam_beta2: float = option("Training", 0.999, "AdamW's beta2, of the mean of their squares", ge=0, lt=1)
+    adam_epsilon: Finite = option("Training", 1e-8, "AdamW's epsilon", ge=0)
+    max_grad_norm: Finite = option("Training", 1.0, "clip the global gradient norm to this; 0 does not clip", ge=0)
+    seed: int = option("Training", 42, "seed of initial weights, the order of the rows and dropout", ge=0, lt=2**32)
+
+    external_plugins: list[str] = option(
+        "Plugins", [], "Python files of your own, run first; what they register can be named in the options below"
+    )
+    model_type: str | None = option(
+        "Plugins", None, "load --model as this model of a plugin (default: as its config says)"
+    )
+    row_format: str | None = option(
+        "Plugins", None, "a plugin's function that converts each row of the data into a known form"
+    )
+    optimizer: str = option(
+        "Plugins", "adamw", "adamw, adamw_8bit (state in eight bits), muon, adafactor, or a plugin's"
+    )
+    callbacks: list[str] = option("Plugins", [], "plugins' callbacks, called on every rank while training")
+
+    output_dir: str | None = option("Output", None, "folder of the run (default: a new one under runs/)")
+    overwrite: bool = option("Output", False, "replace a run that lies in --output-dir")
+    logging_steps: int = option("Output", 1, "log every so many steps, the mean over them", ge=1)
+    eval_steps: int | None = option("Output", None, "evaluate every so many steps (default: at the end)", ge=1)
+    eval_strategy: Strategy | None = option(
+        "Output", None, f"evaluate every --eval-steps steps ({SAVE_STEPS}), after each pass over the data, or never"
+    )
+    eval_on_start: bool = option("Output", False, "evaluate before the first step, too")
+    best_metric: str = option(
+        "Output", "loss", "metric that evaluations are compared by: lower is better for a loss, higher for all else"
+    )
+    early_stop: int | None = option("Output", None, "stop after so many evaluations in a row without improvement", ge=1)
+    keep_best: bool = option(
+        "Output", False, "put the weights of the best evaluation in model/, not the last ones; each needs a checkpoint"
+    )
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = option(
+        "Output", "auto", "dtype of the weights in model/; auto: the one the model came in, and fp32 for adapters"
+    )
+    save_steps: int | None = option(
+        "Output", None, "write a checkpoint every so many steps, at the end and at Ctrl-C", ge=1
+    )
+    save_strategy: Strategy | None = option(
+        "Output", None, f"write checkpoints every --save-steps steps ({SAVE_STEPS}), or after each pass over the data"
+    )
+    save_total_limit: int | None = option("Output", None, "keep the newest so many checkpoints (default: all)", ge=1)
+    save_only_model: bool = option("Output", False, "checkpoints with weights only, from which no run can be resumed")
+    resume: str | None = option(
+        "Output", None, "continue from a checkpoint or a run folder; 'auto': from the newest in --output-dir, if any"
+    )
+    max_restarts: int = option(
+        "Output", 0, "when a process dies, restart from the newest checkpoint, at most so many times", ge=0
+    )
+    min_processes: int | None = option(
+        "Output", None, "restart without the processes that died, on so many at least (default: on as many)", ge=1
+    )
+    report_to: list[str] = option("Output", ["none"], "none, tensorboard, wandb")
+    profile: int | None = option(
+        "Output", None, "trace so many steps with torch's profiler, one file per process", ge=1
+    )
+    verbose: bool = option("Output", False, "show the messages of libraries, too")
+    debug: bool = option("Output", False, "show tracebacks")
+
+    @property
+    def summary(self) -> str:
+        """What is done with the model, in a few words."""
+        return f"{self.tuner}, {self.precision}"
+
+    @property
+    def models(self) -> list[str]:
+        """Every model that takes part."""
+        return [self.model]
+
+    @property
+    def begins_with(self) -> str:
+        """What says most about the model that training begins with: adapters that are trained on, or the model."""
+        return self.adapters or self.model
+
+    @property
+    def rate(self) -> float:
+        """The learning rate."""
+        return self.learning_rate
+
+    @property
+    def checkpoint_steps(self) -> int | None:
+        """After how many steps a checkpoint is written each time, where it is that what says when."""
+        return self.save_steps or (SAVE_STEPS if self.save_strategy == "steps" else None)
+
+    @property
+    def evaluation_steps(self) -> int | None:
+        """The same of evaluations while training."""
+        often = self.checkpoint_steps or SAVE_STEPS
+        return self.eval_steps or (often if self.eval_strategy == "steps" else None)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are evaluations while training; else there is one at its end."""
+        return self.eval_strategy == "epoch" or self.evaluation_steps is not None
+
+    @property
+    def writes_checkpoints(self) -> bool:
+        """Whether there are checkpoints."""
+        return self.save_strategy == "epoch" or self.checkpoint_steps is not None
+
+    @property
+    def talks(self) -> bool:
+        """Whether what comes out can be asked something."""
+        return True
+
+    @property
+    def recipe(self) -> str:
+        """The module of `shardproof.train` that does it."""
+        return self.command
+
+    @property
+    def on_lost(self) -> Literal["skip", "stop"]:
+        """What happens to a row whose file is lost: one of several ranks that share it cannot leave it out."""
+        return "stop" if self.sequence_parallel > 1 else self.lost_files
+
+    def batch(self, world_size: int) -> Batch:
+        """How the rows of a step are dealt out to so many processes; see `batch_of`."""
+        return batch_of(self, world_size)
+
+
+class SftConfig(RunConfig):
+    """Every option of a supervised fine-tuning run."""
+
+    command = "sft"
+    new_special_tokens: list[str] = option(
+        "Model", [], "tokens to add to the model's vocabulary, or a .txt file with one a line"
+    )
+    rope_scaling: dict[str, str] = option(
+        "Model", {}, "scale rotary positions (RoPE) for longer inputs: type=yarn,factor=2 (or linear, dynamic)"
+    )
+    max_model_len: int | None = option(
+        "Model", None, "longest input for the model, in tokens; a --rope-scaling without factor follows from it", ge=2
+    )
+    task: Task = option(
+        "Task",
+        "causal_lm",
+        "learn to write answers, to label rows (a classifier, a regression), to embed texts, or to rank them",
+    )
+    num_labels: int | None = option("Task", None, "number of labels", ge=1)
+    label_names: list[str] = option(
+        "Task",
+        [],
+        "names of the labels in the order of their numbers, or a .txt file with one a line; instead of --num-labels",
+    )
+    problem_type: ProblemType | None = option(
+        "Task",
+        None,
+        "one label per row, any number of them, or numbers to predict (default: one; regression if there is 1 label)",
+    )
+    plain: bool = option("Task", False, "for seq_cls and reranker: read rows as plain text, without a chat template")
+    pooling: Literal["last", "mean", "cls"] | None = option(
+        "Task",
+        None,
+        "what becomes the embedding of a text: its last token, the mean, its first one (default: as the model does)",
+    )
+    loss_temperature: Finite | None = option(
+        "Task",
+        None,
+        "temperature that similarities (infonce, default: 0.1) or scores (listwise, default: 1) are divided by",
+        gt=0,
+    )
+    loss: str = option(
+        "Data",
+        "answer",
+        "what is learnt: the answers, the last one ('last_round'), either '+ignore_empty_think', or 'all' tokens; or "
+        "a plugin's loss; for embeddings infonce, cosine_similarity, contrastive; for a reranker pointwise, listwise",
+    )
+    loss_type: Literal["nll", "dft"] = option(
+        "Data", "nll", "log-likelihood, or dynamic fine-tuning: each token's loss times its probability (dft)"
+    )
+    label_smoothing_factor: float = option(
+        "Data", 0.0, "label smoothing: this share of the loss is the mean over the whole vocabulary", ge=0, lt=1
+    )
+    router_aux_loss_coef: Finite = option(
+        "Data", 0.0, "weight of the loss that balances the experts of a mixture (such as 0.001)", ge=0
+    )
+    streaming: bool = option("Data", False, "read rows while training, block by block, instead of all before")
+    shuffle_buffer_size: int = option(
+        "Data", 1000, "with --streaming: rows per block; each block is shuffled in itself; 0 shuffles none", ge=0
+    )
+    row_cache: str | None = option(
+        "Data", None, "keep what rows with files are encoded to in this folder, for the next run on any of them"
+    )
+    packing: bool = option(
+        "Data", False, "put several rows into one of --max-length; attention does not cross from one to another"
+    )
+    fp8: bool = option(
+        "Sharding", False, "with --precision bf16: matrix products of the model's blocks in fp8 (torchao)"
+    )
+    chunked_loss: bool = option(
+        "Training", False, "never hold the logits of all tokens: compute the loss a part at a time"
+    )
+    liger_kernel: bool = option(
+        "Training", False, "Liger's kernels on a GPU: norms, rotary embeddings, MLPs, a loss without whole logits"
+    )
+    deterministic: bool = option(
+        "Training", False, "the same bits on any number of processes: gradients are added in one order, which is slower"
+    )
+    neftune_noise_alpha: Finite | None = option(
+        "Training", None, "add noise of this strength to the embeddings of tokens in training (NEFTune)", gt=0
+    )
+    metrics: list[str] = option("Plugins", [], "plugins' metrics to compute in evaluations")
+    predict_with_generate: bool = option(
+        "Output", False, "in evaluations, have the model answer the rows, too, and say what the answers are worth"
+    )
+    answer_metrics: list[str] = option(
+        "Output",
+        [],
+        "what that says: exact_match, accuracy (of the number at the end), rouge_l, bleu, chrf, or a plugin's"
+        " (default: exact_match)",
+    )
+    max_new_tokens: int = option("Output", 128, "the longest of these answers in tokens", ge=1)
+
+    @property
+    def recipe(self) -> str:
+        return {"causal_lm": self.command, "generative_reranker": "reranker"}.get(self.task, self.task)

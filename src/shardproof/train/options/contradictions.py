@@ -1,0 +1,400 @@
+"""Options that mean nothing without another one, or against it. What an option is by default is never an error."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shardproof.data.forms.formats import FIELDS
+from shardproof.errors import ConfigError
+from shardproof.models.family import TALKER, check_part_names
+from shardproof.plugins import KINDS
+from shardproof.train.model.changes import check_rope, tokens_of
+from shardproof.train.options.config import EIGHT_BITS, MUON, SELECTIVE, RunConfig
+from shardproof.train.options.option import flag
+
+LORA = (
+    *("lora_rank", "lora_alpha", "lora_dropout", "lorap_lr_ratio", "rslora", "dora"),
+    *("target_modules", "target_parameters", "modules_to_save"),
+    *("quantize", "adapters", "init_lora_weights"),
+)
+OF_ANSWERS = "predict_with_generate", "answer_metrics", "max_new_tokens"
+KEPT = {"row_cache": "only rows whose answers are learnt are kept"}
+LABELS = ("num_labels", "label_names", "problem_type")
+# Options that mean nothing to rows with labels, and why.
+NOT_OF_LABELS = {
+    "packing": "a row is judged by its last token, and rows in one have one last token",
+    "streaming": "labels are counted before",
+    "chunked_loss": "there are no logits of all tokens",
+    **dict.fromkeys(("loss", "loss_type"), "what is learnt of a row is its label"),
+    **KEPT | dict.fromkeys(OF_ANSWERS, "no answers are written"),
+    "label_smoothing_factor": "it smooths the tokens of answers",
+    "router_aux_loss_coef": "transformers has that loss in models that write",
+    "liger_kernel": "its kernels are for models that write",
+    "model_type": "models of plugins write",
+    **dict.fromkeys(("rope_scaling", "max_model_len"), "a classifier keeps the positions of its model"),
+}
+# The same of rows whose texts are embedded.
+NOT_OF_EMBEDDINGS = {
+    "packing": "a text has an embedding of its own",
+    "streaming": "texts are counted before",
+    **dict.fromkeys(("loss_type", "label_smoothing_factor"), "no tokens are learnt"),
+    "router_aux_loss_coef": NOT_OF_LABELS["router_aux_loss_coef"],
+    "rope_scaling": "a model that embeds keeps its positions",
+    "max_model_len": "a model that embeds keeps its positions",
+    "chunked_loss": "there are no logits",
+    "liger_kernel": NOT_OF_LABELS["liger_kernel"],
+    "sequence_parallel": "texts are negatives of those of all processes, which would be others",
+    "model_type": NOT_OF_LABELS["model_type"],
+    "metrics": "metrics of plugins look at logits",
+    **KEPT | dict.fromkeys(OF_ANSWERS, "no answers are written"),
+    **dict.fromkeys(LABELS, "nothing is told apart"),
+}
+NOT_OF_PAIRS = {
+    **{name: why for name, why in NOT_OF_LABELS.items() if name != "loss"},
+    "metrics": "metrics of plugins look at labels",
+    **dict.fromkeys(LABELS, "there is one score"),
+}
+# The same of pairs about which a model that writes is asked.
+NOT_OF_ASKED = NOT_OF_PAIRS | {
+    "plain": "a model is asked in its chat template",
+    "rope_scaling": "the model keeps its positions",
+    "max_model_len": "the model keeps its positions",
+    "liger_kernel": "its loss is over all tokens",
+    "router_aux_loss_coef": "what is learnt is one token of a pair",
+    "model_type": "infer asks models of transformers",
+}
+NOT_OF = {
+    "seq_cls": NOT_OF_LABELS,
+    "embedding": NOT_OF_EMBEDDINGS,
+    "reranker": NOT_OF_PAIRS,
+    "generative_reranker": NOT_OF_ASKED,
+}
+NAMED = "freeze_parameters", "trainable_parameters"
+ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+
+# What transformers' schedules take besides the numbers of steps.
+OF_SCHEDULER: dict[str, tuple[str, ...]] = {
+    "cosine": ("num_cycles",),
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
+    "cosine_with_restarts": ("num_cycles",),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+}
+
+
+def check_together(config: RunConfig) -> None:
+    """Raise ConfigError for an option that would silently do nothing, or that contradicts another."""
+    if config.tuner == "full" and (given := _given(config, LORA)):
+        raise ConfigError(f"{given} is about adapters, and --tuner full trains every weight: add --tuner lora.")
+    if config.tuner == "lora" and (given := _given(config, NAMED)):
+        raise ConfigError(f"{given} is of --tuner full: adapters are trained, those of --target-modules.")
+    _check_task(config)
+    _check_changes(config)
+    if config.optimizer not in ("adamw", EIGHT_BITS, MUON) and (given := _given(config, ADAM)):
+        raise ConfigError(f"{given} is of AdamW, and --optimizer {config.optimizer} is another.")
+    only_matrices = config.tuner == "lora" and not (config.dora or config.modules_to_save)
+    if config.optimizer == MUON and only_matrices and (given := _given(config, ADAM)):
+        raise ConfigError(f"{given} is of AdamW, and adapters are matrices, which --optimizer muon updates by Muon.")
+    if config.checkpointing_reentrant and not config.gradient_checkpointing:
+        raise ConfigError(
+            "--checkpointing-reentrant is a kind of gradient checkpointing, which is off: add --gradient-checkpointing."
+        )
+    if config.checkpointing_reentrant and config.gradient_checkpointing == SELECTIVE:
+        raise ConfigError(
+            "--gradient-checkpointing selective is of the other kind than --checkpointing-reentrant: leave that out."
+        )
+    if config.warmup_steps is not None and _given(config, ("warmup_ratio",)):
+        raise ConfigError("--warmup-steps and --warmup-ratio are two ways to say the same: give one of them.")
+    warms_up = config.warmup_steps or (_given(config, ("warmup_ratio",)) and config.warmup_ratio)
+    if config.lr_scheduler == "constant" and warms_up:
+        raise ConfigError("--lr-scheduler constant does not warm up: take constant_with_warmup, or no warm-up.")
+    _check_mixture(config)
+    check_part_names(config.train_parts or (), config.freeze, config.part_learning_rates)
+    if config.remote_media_cache and not config.allow_remote_media:
+        raise ConfigError("--remote-media-cache keeps what is fetched, and nothing is: add --allow-remote-media.")
+    if config.group_by_length and getattr(config, "packing", False):
+        raise ConfigError("--group-by-length and --packing: packed rows are of one length already. Give one of them.")
+    _check_padding_free(config)
+    _check_streaming(config)
+    if config.truncation == "split" and config.recipe != "sft":
+        raise ConfigError("--truncation split is for text that sft learns whole: take drop, right or left.")
+    _check_optimizer(config)
+    _check_four_bits(config)
+    _check_scheduler(config)
+    if config.keep_gathered and 3 not in (config.stage, getattr(config, "frozen_stage", None)):
+        raise ConfigError(f"--keep-gathered is of --stage 3: at stage {config.stage} weights are whole until the step.")
+    _check_offload(config.offload)
+    _check_sequence(config)
+    _check_deterministic(config)
+
+
+def _refuse_with(asked: str, config: RunConfig, against: Mapping[str, str]) -> None:
+    """Raise ConfigError where one of the options `against` what is `asked` for is given, with the reason there."""
+    for name, why in against.items():
+        if getattr(config, name, None):
+            raise ConfigError(f"{asked} and {flag(name)}: {why}. Leave one of them out.")
+
+
+def _check_deterministic(config: RunConfig) -> None:
+    """What has other bits on another number of processes."""
+    if not getattr(config, "deterministic", False):
+        return
+    own_numbers = "each process draws numbers of its own"
+    against = {
+        "compile": "what is compiled adds in an order of its own for each length",
+        "lora_dropout": own_numbers,
+        "neftune_noise_alpha": own_numbers,
+        "shard_group": "copies of a model add gradients in another order",
+    }
+    _refuse_with("--deterministic", config, against)
+    if config.optimizer == EIGHT_BITS:
+        raise ConfigError(
+            f"--deterministic and --optimizer {EIGHT_BITS}: state in eight bits is rounded in blocks of a process's"
+            " part, which begin elsewhere on another number of them. Leave one of them out."
+        )
+
+
+def _check_changes(config: RunConfig) -> None:
+    """What a run cannot change in its model."""
+    names = getattr(config, "new_special_tokens", [])
+    if names:
+        tokens_of(names)
+    if names and config.tuner == "lora" and not config.modules_to_save:
+        raise ConfigError(
+            "--new-special-tokens and --tuner lora: the embeddings of new tokens would stay what they are drawn as, and"
+            " not be saved. Add --modules-to-save embed_tokens lm_head, which trains and saves them, too."
+        )
+    if names and config.external_plugins and config.model_type:
+        raise ConfigError("--new-special-tokens: a plugin's model says itself how many tokens it embeds.")
+    check_rope(getattr(config, "rope_scaling", {}), getattr(config, "max_model_len", None))
+
+
+def _check_streaming(config: RunConfig) -> None:
+    """What needs to know all rows, and what is only for a stream of them."""
+    if not getattr(config, "streaming", False):
+        if given := _given(config, ("shuffle_buffer_size",)) if hasattr(config, "shuffle_buffer_size") else "":
+            raise ConfigError(f"{given} is of --streaming. Without it all rows are shuffled in each epoch.")
+        return
+    if not config.max_steps:
+        raise ConfigError("--streaming: how many rows there are is not known, so --max-steps says when to end: add it.")
+    against = {
+        "group_by_length": "the lengths of rows that come later are not known",
+        "drop_last": "passes over the rows follow each other, and a step may hold rows of two",
+        "val_split": "a share of rows of unknown number cannot be held out. Name files with --val-dataset",
+    }
+    _refuse_with("--streaming", config, against)
+
+
+def check_whole(config: RunConfig, command: str) -> None:
+    """Raise ConfigError for a stream where a command looks at all rows."""
+    if getattr(config, "streaming", False):
+        raise ConfigError(
+            f"'shardproof {command}' looks at all rows. Leave --streaming out, and take some of them:"
+            f" --dataset {config.dataset[0].partition('#')[0]}#1000."
+        )
+
+
+def check_evaluation(config: RunConfig) -> None:
+    """Raise ConfigError for an evaluation on nothing, or what looks at evaluations that there are none of."""
+    if config.val_dataset and config.val_split:
+        raise ConfigError("--val-dataset and --val-split are two ways to say the same: give one of them.")
+    given = "--eval-steps" if config.eval_steps else f"--eval-strategy {config.eval_strategy}"
+    if config.eval_steps and config.eval_strategy in ("epoch", "no"):
+        raise ConfigError(
+            f"--eval-steps {config.eval_steps} and --eval-strategy {config.eval_strategy}: leave one of them out."
+        )
+    if config.eval_strategy == "epoch" and getattr(config, "streaming", False):
+        raise ConfigError("--eval-strategy epoch: how long a pass over a stream is, nobody knows. Take --eval-steps N.")
+    if config.eval_on_start:
+        given = given if config.evaluates else "--eval-on-start"
+        if config.eval_strategy == "no":
+            raise ConfigError("--eval-on-start and --eval-strategy no: leave one of them out.")
+    if (config.evaluates or config.eval_on_start) and not (config.val_dataset or config.val_split):
+        streamed, looked_at = getattr(config, "streaming", False), config.early_stop or config.keep_best
+        ways = [
+            "name some with --val-dataset",
+            *([] if streamed else ["hold some of --dataset out with --val-split 0.05"]),
+        ]
+        ways += [] if looked_at else [f"leave {given} out (ms-swift passes it over then)"]
+        raise ConfigError(f"{given} needs rows to evaluate on, and there are none: {', or '.join(ways)}.")
+    for name in ("early_stop", "keep_best"):
+        if getattr(config, name) and not config.evaluates:
+            raise ConfigError(
+                f"{flag(name)} looks at evaluations while training: add --eval-steps or --eval-strategy epoch."
+            )
+    if config.best_metric != "loss" and not (config.early_stop or config.keep_best):
+        raise ConfigError("--best-metric says what --keep-best and --early-stop go by: add one of them.")
+
+
+def _check_padding_free(config: RunConfig) -> None:
+    """What does not go together with rows that are laid end to end."""
+    against = {
+        "packing": "packed rows have no padding",
+        "compile": "the model would be compiled anew for each number of tokens of a batch",
+        "neftune_noise_alpha": "how strong its noise is depends on the length of whole rows",
+    }
+    if config.padding_free:
+        _refuse_with("--padding-free", config, against)
+
+
+def _check_sequence(config: RunConfig) -> None:
+    """What does not go together with rows that are cut into parts."""
+    if getattr(config, "sequence_parallel", 1) == 1:
+        return
+    if config.attn not in (None, "sdpa"):
+        raise ConfigError(f"--sequence-parallel works with torch's attention: --attn {config.attn} is another.")
+    against = {
+        "packing": "what is packed into a row is told apart by positions that begin anew",
+        "padding_free": "rows that are laid end to end are told apart by positions that begin anew",
+        "metrics": "metrics look at whole rows",
+        "neftune_noise_alpha": "how strong its noise is depends on the length of whole rows",
+        "liger_kernel": "its loss is that of whole rows",
+        "compile": "parts of a row meet in attention, which is not compiled",
+        "deterministic": "parts of a row add gradients in another order",
+        "fp8": "each part of a row would be scaled by its own largest values",
+    }
+    _refuse_with("--sequence-parallel", config, against)
+    if (given := getattr(config, "loss_type", "nll")) == "dft" and config.recipe == "sft":
+        raise ConfigError(
+            f"--sequence-parallel and --loss-type {given}: a process holds a part of a row's tokens only."
+        )
+    loss = getattr(config, "loss", "answer")
+    if config.recipe == "sft" and loss not in KINDS["loss"].built_in:
+        raise ConfigError(f"--sequence-parallel computes the causal loss; --loss {loss} wants whole rows.")
+
+
+def _check_task(config: RunConfig) -> None:
+    """What is only for rows with labels, or for those that are embedded, and what is not for them."""
+    if config.recipe == "sft" and (given := _given(config, LABELS)):
+        raise ConfigError(f"{given} is about rows with labels, and answers are learnt: add --task seq_cls.")
+    if config.recipe == "sft" and getattr(config, "plain", False):
+        raise ConfigError(
+            "--plain is of --task seq_cls and reranker. Answers are learnt without a chat template in rows of 'prompt'"
+            " and 'completion'."
+        )
+    task = getattr(config, "task", "causal_lm")
+    if config.command == "sft" and task != "embedding" and _given(config, ("pooling",)):
+        raise ConfigError("--pooling is about texts that are embedded: add --task embedding.")
+    if config.command == "sft" and task in ("causal_lm", "seq_cls") and _given(config, ("loss_temperature",)):
+        raise ConfigError("--loss-temperature is about texts that are compared: add --task embedding, or reranker.")
+    for name, why in NOT_OF.get(task, {}).items():
+        if given := _given(config, (name,)):
+            raise ConfigError(f"--task {task} and {given}: {why}. Leave one of them out.")
+    if task in NOT_OF and TALKER in (config.train_parts or ()):
+        what = "a vector" if task == "embedding" else "scores"
+        raise ConfigError(f"--train-parts {TALKER}: nobody asks a {TALKER} for {what}. Leave it out.")
+    if getattr(config, "plain", False) and (given := _given(config, ("chat_template", "template_variables"))):
+        raise ConfigError(f"--plain leaves the chat template out, and {given} is about one. Give one of them.")
+
+
+def _check_optimizer(config: RunConfig) -> None:
+    if config.optimizer == EIGHT_BITS and config.min_processes:
+        raise ConfigError(
+            f"--min-processes and --optimizer {EIGHT_BITS}: state in eight bits lies in blocks of a process's part, and"
+            " cannot be dealt out to fewer."
+        )
+    if getattr(config, "fp8", False) and (config.precision != "bf16" or config.tuner == "lora"):
+        hint = "a frozen base gains little from it" if config.tuner == "lora" else "add --precision bf16"
+        raise ConfigError(f"--fp8 is for training every weight with --precision bf16: {hint}.")
+    if config.reduce_dtype == "bf16" and (config.precision != "bf16" or config.stochastic_rounding):
+        hint = "gradients are bf16 without it" if config.stochastic_rounding else "add --precision bf16"
+        raise ConfigError(f"--reduce-dtype bf16 is for computing in bf16 with masters in fp32: {hint}.")
+    if not config.stochastic_rounding:
+        return
+    why = None
+    if config.precision != "bf16":
+        why = f"rounds weights to bf16, and --precision is {config.precision}: add --precision bf16"
+    elif config.optimizer != "adamw":
+        why = f"is done by an AdamW of its own, and --optimizer is {config.optimizer}: leave one of them out"
+    elif config.tuner == "lora":
+        why = "saves memory where every weight is trained, and adapters are few: leave it out"
+    if why:
+        raise ConfigError(f"--stochastic-rounding {why}.")
+
+
+def _check_four_bits(config: RunConfig) -> None:
+    """What does not go together with a base in four bits."""
+    against = {
+        "dora": "it takes lengths of rows of weights that are packed",
+        "compile": "the kernels that unpack are not compiled",
+        "use_vllm": "vLLM is sent whole weights, and these are packed",
+    }
+    if config.quantize:
+        _refuse_with("--quantize", config, against)
+
+
+def check_bits(config: RunConfig) -> None:
+    """Raise ConfigError where bitsandbytes is needed and not installed."""
+    eight = f"--optimizer {EIGHT_BITS}" if config.optimizer == EIGHT_BITS else None
+    asked = f"--quantize {config.quantize}" if config.quantize else eight
+    if asked and importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(f"{asked} needs bitsandbytes: pip install 'shardproof[eightbit]'")
+
+
+def _check_offload(offload: str | None) -> None:
+    if offload in (None, "optimizer", "all"):
+        return
+    kind, _, folder = offload.partition(":")
+    if kind != "nvme" or not folder:
+        raise ConfigError(f"--offload {offload} is none of optimizer, all, nvme:FOLDER.")
+    if not Path(folder).is_dir():
+        raise ConfigError(f"--offload nvme:{folder}: there is no such folder. Make it on a fast local disk.")
+
+
+def _given(config: RunConfig, names: tuple[str, ...]) -> str:
+    """The first of these options that is not at its default, as it is written, or nothing."""
+    changed = [name for name in names if getattr(config, name) != type(config).model_fields[name].default]
+    return flag(changed[0]) if changed else ""
+
+
+def _check_scheduler(config: RunConfig) -> None:
+    known, given = OF_SCHEDULER.get(config.lr_scheduler, ()), config.lr_scheduler_kwargs
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            hint = f"Did you mean {near[0]}?" if near else f"--lr-scheduler {config.lr_scheduler}: {takes}."
+            raise ConfigError(f"--lr-scheduler-kwargs {name}: {config.lr_scheduler} has no such argument. {hint}")
+        if given[name] < 0 or (given[name] == 0 and name == "timescale"):
+            least = "more than 0" if name == "timescale" else "0 or more"
+            raise ConfigError(f"--lr-scheduler-kwargs {name}={given[name]:g}: it should be {least}.")
+    if config.lr_scheduler == "polynomial" and config.rate <= (end := given.get("lr_end", 1e-7)):
+        raise ConfigError(
+            f"--lr-scheduler polynomial falls to lr_end, which is {end:g}, and --learning-rate {config.rate:g} is not"
+            " above it: give a smaller --lr-scheduler-kwargs lr_end."
+        )
+    if config.lr_scheduler == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(given)) != 1:
+        raise ConfigError(
+            "--lr-scheduler cosine_with_min_lr needs one of min_lr and min_lr_rate: --lr-scheduler-kwargs min_lr=1e-6."
+        )
+
+
+def _check_mixture(config: RunConfig) -> None:
+    shares, named = config.interleave_prob, len(config.dataset)
+    if not shares and (given := _given(config, ("stopping_strategy",))):
+        raise ConfigError(f"{given} says when a mixture of datasets ends: add --interleave-prob.")
+    if shares and len(shares) != named:
+        raise ConfigError(
+            f"--interleave-prob has {len(shares)} share(s), and --dataset names {named}: each has one, in their order."
+        )
+    if shares and not math.isclose(sum(shares), 1, abs_tol=1e-6):
+        raise ConfigError(
+            f"--interleave-prob {' '.join(map(str, shares))}: shares sum to 1, and these to {sum(shares):g}."
+        )
+
+
+def check_columns(columns: dict[str, str], fields: Sequence[str] = FIELDS, others: bool = False) -> None:
+    """Raise ConfigError for a field that no row can have. `others`: any name may be a column."""
+    for field, column in columns.items():
+        if field not in fields and not others:
+            near = difflib.get_close_matches(field, fields, n=1)
+            meant = f"{column}={field}" if column in fields else f"{near[0]}={column}" if near else ""
+            hint = f" Did you mean {meant}?" if meant else ""
+            raise ConfigError(
+                f"--columns {field}={column}: there is no field {field!r}.{hint}\n"
+                f"The name of a field stands first: {', '.join(fields)}."
+            )

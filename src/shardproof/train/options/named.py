@@ -1,0 +1,52 @@
+"""The model and the rows that a run names, and those of the run that it goes on with."""
+
+from __future__ import annotations
+
+import shlex
+
+from shardproof.errors import ConfigError
+from shardproof.train.folder import options_of_resumed
+from shardproof.train.model.loading import check_model_source
+from shardproof.train.options.config import RunConfig
+from shardproof.train.resume import AUTO, same_folder
+
+NAMED = {
+    "model": "a folder, or a model of the hub (OWNER/NAME); 'tiny' builds a small one, to try things with",
+    "dataset": "a file of rows (.jsonl, .json, .csv, .tsv, .parquet), or a dataset of the hub (OWNER/NAME); 'stdlib' is"
+    " text to try things with",
+}
+
+
+def check_named(config: RunConfig) -> None:
+    """Raise ConfigError unless a model and rows are named. Neither has a default: nobody wants to train on what they
+    did not name."""
+    missing = {name: f"\n--{name}: {what}." for name, what in NAMED.items() if name not in config.model_fields_set}
+    if not missing:
+        return
+    verb, what = "is" if len(missing) == 1 else "are", "".join(missing.values())
+    given = [f"--{name}" for name in NAMED if name not in missing]
+    if given and (command := with_its_options(config, given[0], getattr(config, given[0][2:]))):
+        what += f"\nOr take all options that are not given from the run that goes on: {command}"
+    raise ConfigError(f"{' and '.join(f'--{name}' for name in missing)} {verb} missing.{what}")
+
+
+def check_model(config: RunConfig) -> None:
+    """Raise ConfigError for a --model that is none. That of a run that goes on may lie elsewhere now."""
+    try:
+        check_model_source(config.model)
+    except ConfigError as error:
+        if command := with_its_options(config, "--model", "FOLDER"):
+            raise ConfigError(f"{error}\nIf it lies elsewhere now, name that folder: {command}") from None
+        raise
+
+
+def with_its_options(config: RunConfig, option: str, value: str | list[str]) -> str:
+    """The command by which a run goes on with its own options and another `option`; nothing where none goes on."""
+    file = options_of_resumed(config.resume, config.output_dir) if config.resume else None
+    if file is None:
+        return ""
+    words = ["shardproof", config.command, str(file), "--resume", str(config.resume)]
+    words += [option, *([value] if isinstance(value, str) else value)]
+    if config.output_dir and (config.resume == AUTO or not same_folder(file.parent, config.output_dir)):
+        words += ["--output-dir", config.output_dir]
+    return shlex.join(words)

@@ -1,0 +1,238 @@
+"""The options of `shardproof rlhf`."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from shardproof.train.options.config import DEFAULT_MICRO_BATCH, Batch, RunConfig
+from shardproof.train.options.option import Finite, option
+
+RlhfType = Literal["dpo", "kto", "orpo", "simpo", "cpo", "rm", "grpo", "rloo", "gkd", "ppo"]
+
+PAIRED = ("dpo", "orpo", "simpo", "cpo", "rm")
+REWARDED = ("grpo", "rloo", "ppo")  # they generate, and rewards judge what they generate
+REFERRED = ("dpo", "kto", *REWARDED)  # they compare with a reference
+
+SAME = "same"  # --ref-adapters: those of --adapters
+
+LEARNING_RATE = {"rm": 1e-4, "gkd": 1e-5}  # TRL's; 1e-6 elsewhere
+LORA_FACTOR = 10  # adapters want more
+
+
+def _as_values(pairs: Any) -> Any:
+    """Texts of a command line as the numbers or truth values that they are."""
+
+    def value(text: Any) -> Any:
+        known = {"true": True, "yes": True, "false": False, "no": False}
+        try:
+            return known[text.lower()] if text.lower() in known else json.loads(text)
+        except (AttributeError, ValueError):
+            return text
+
+    return {name: value(text) for name, text in pairs.items()} if isinstance(pairs, dict) else pairs
+
+
+TrlArguments = Annotated[dict[str, bool | int | float | str], BeforeValidator(_as_values)]
+
+
+class RlhfConfig(RunConfig):
+    """Every option of preference and reinforcement training. Where a default is none, it is TRL's."""
+
+    command = "rlhf"
+    sources = (
+        *RunConfig.sources,
+        *("ref_model", "ref_adapters", "teacher_model", "reward_model", "value_model", "reward_funcs"),
+    )
+
+    learning_rate: Finite | None = option(  # type: ignore[assignment]  # nobody writes to a configuration
+        "Training", None, "peak learning rate of AdamW (default: 1e-6; rm 1e-4, gkd 1e-5; tenfold with lora)", ge=0
+    )
+
+    rlhf_type: RlhfType = option("Algorithm", "dpo", "training algorithm")
+    beta: Finite | None = option(
+        "Algorithm",
+        None,
+        "how strongly the reference holds the model back (dpo, kto, ppo, ...); in gkd, from forward (0) "
+        "to reverse KL (1)",
+        ge=0,
+    )
+    loss_type: list[str] = option("Algorithm", [], "variant of the loss, by TRL's name; dpo takes several")
+    loss_weights: list[Finite] = option("Algorithm", [], "weight of each --loss-type, in dpo")
+    label_smoothing: float | None = option(
+        "Algorithm", None, "assumed share of pairs whose answers are the wrong way round", ge=0, lt=1
+    )
+    trl_arguments: TrlArguments = option(
+        "Algorithm", {}, "further arguments of TRL's configuration: top_entropy_quantile=0.2"
+    )
+    simpo_gamma: Finite | None = option("Algorithm", None, "target margin between the answers, in simpo", ge=0)
+    cpo_alpha: Finite | None = option("Algorithm", None, "weight of the likelihood of the better answer, in cpo", ge=0)
+    desirable_weight: Finite = option("Algorithm", 1.0, "weight of good answers, in kto", gt=0)
+    undesirable_weight: Finite = option("Algorithm", 1.0, "weight of bad answers, in kto", gt=0)
+
+    ref_model: str | None = option(
+        "Other models", None, "reference model to compare with (default: the model before training)"
+    )
+    ref_adapters: str | None = option(
+        "Other models",
+        SAME,
+        "with --adapters: adapters of the reference; 'same': these, before training; 'none': the model without any",
+    )
+    teacher_model: str | None = option("Other models", None, "teacher, in gkd")
+    reward_model: list[str] = option(
+        "Other models", [], "reward models that score answers; 'rlhf --rlhf-type rm' trains one"
+    )
+    value_model: str | None = option("Other models", None, "what ppo's value model begins as (default: --model)")
+    frozen_stage: int | None = option(
+        "Other models", None, "sharding stage of the models that are not trained (default: --stage)", ge=0, le=3
+    )
+    frozen_precision: Literal["fp32", "bf16", "fp16"] | None = option(
+        "Other models", None, "dtype that the models compute in that are not trained (default: --precision)"
+    )
+    model_stages: dict[str, Annotated[int, Field(ge=0, le=3)]] = option(
+        "Other models",
+        {},
+        "sharding stages of single models: ref_model=0,reward_model=3 (default: --frozen-stage; of "
+        "value_model --stage)",
+    )
+    model_precisions: dict[str, Literal["fp32", "bf16", "fp16"]] = option(
+        "Other models",
+        {},
+        "dtypes of single models: reward_model=bf16 (default: --frozen-precision; of value_model --precision)",
+    )
+    precompute_ref: bool = option(
+        "Other models", False, "run the reference over all rows before training, then free its memory (dpo, kto)"
+    )
+    sync_ref_steps: int | None = option(
+        "Other models", None, "move the reference towards the model every so many steps", ge=1
+    )
+
+    reward_funcs: list[str] = option(
+        "Rewards", [], "functions that score answers: accuracy, format, length, FILE.py:FUNCTION or a plugin's name"
+    )
+    reward_weights: list[Finite] = option(
+        "Rewards", [], "weight of each of --reward-funcs, then of each --reward-model (default: 1)"
+    )
+    format_pattern: str = option(
+        "Rewards",
+        r"(?s).*####\s*\$?-?[\d,]*\.?\d+\s*",
+        "regular expression that an answer as a whole must match for the reward 'format'",
+    )
+    scale_rewards: Literal["group", "batch", "none"] = option(
+        "Rewards", "group", "divide rewards by their standard deviation in a prompt's group, or in the batch (grpo)"
+    )
+
+    num_generations: int | None = option("Generation", None, "answers per prompt (default: 8; rloo, ppo 2)", ge=2)
+    max_completion_length: int = option("Generation", 256, "longest generated answer, in tokens", ge=1)
+    temperature: Finite = option("Generation", 1.0, "sampling temperature", gt=0)
+    top_p: float = option("Generation", 1.0, "sample from the likeliest tokens that sum up to this", gt=0, le=1)
+    top_k: int = option("Generation", 0, "sample from so many of the likeliest tokens; 0: from all", ge=0)
+    repetition_penalty: Finite = option(
+        "Generation", 1.0, "above 1, tokens that were used before become less likely", gt=0
+    )
+    num_iterations: int = option("Generation", 1, "how often each batch of answers is learnt from", ge=1)
+    steps_per_generation: int | None = option(
+        "Generation", None, "micro-batches to generate answers for at once (default: those of a step)", ge=1
+    )
+    epsilon: Finite = option("Generation", 0.2, "clip probability ratios below 1 - epsilon", gt=0)
+    epsilon_high: Finite | None = option(
+        "Generation", None, "clip probability ratios above 1 + this (default: --epsilon)", gt=0
+    )
+    delta: Finite | None = option(
+        "Generation", None, "upper bound of probability ratios in two-sided clipping (grpo)", gt=0
+    )
+    importance_sampling_level: Literal["token", "sequence"] = option(
+        "Generation", "token", "probability ratios of tokens, or of whole answers (grpo; sequence is GSPO)"
+    )
+    mask_truncated_completions: bool = option(
+        "Generation", False, "learn nothing from answers that were cut at --max-completion-length"
+    )
+    dynamic_sample: bool = option(
+        "Generation", False, "where all answers to a question are worth the same, ask others in its place (DAPO)"
+    )
+    max_resample_times: int = option(
+        "Generation", 3, "with --dynamic-sample, how many more batches of answers a step has at most", ge=1
+    )
+    tools: list[str] = option(
+        "Generation", [], "functions that answers may call while they are written, FILE.py:FUNCTION (grpo)"
+    )
+    environments: list[str] = option(
+        "Generation", [], "classes whose methods answers call, and that say what they are worth, FILE.py:CLASS (grpo)"
+    )
+    max_tool_calling_iterations: int | None = option(
+        "Generation", None, "how often an answer may call functions, and go on (default: as long as it fits)", ge=1
+    )
+    use_vllm: bool = option("Generation", False, "generate with vLLM, which is sent the weights (grpo, rloo)")
+    vllm_mode: Literal["server", "colocate"] = option(
+        "Generation", "server", "a vLLM server, or a vLLM in each process that trains"
+    )
+    vllm_server: str | None = option("Generation", None, "URL of the vLLM server (default: of the host and port below)")
+    vllm_server_host: str = option("Generation", "localhost", "host of the vLLM server")
+    vllm_server_port: int = option("Generation", 8000, "port of the vLLM server", ge=1, lt=2**16)
+    vllm_server_timeout: Finite = option("Generation", 240.0, "seconds to wait until the vLLM server is up", ge=0)
+    vllm_gpu_memory_utilization: float = option(
+        "Generation", 0.3, "share of a GPU that a vLLM in the processes takes", gt=0, lt=1
+    )
+    vllm_max_model_len: int | None = option(
+        "Generation", None, "tokens it has room for (default: of --max-length and --max-completion-length)", ge=2
+    )
+    vllm_tensor_parallel_size: int = option("Generation", 1, "how many processes share one vLLM", ge=1)
+    vllm_sleep: bool = option("Generation", False, "it gives its memory back while nothing is generated")
+
+    lmbda: float = option(
+        "gkd and ppo", 0.5, "share of batches for which the student generates the answers, in gkd", ge=0, le=1
+    )
+    seq_kd: bool = option("gkd and ppo", False, "for the other batches, let the teacher generate the answers, in gkd")
+    gamma: float = option("gkd and ppo", 1.0, "discount of a reward per token, in ppo", gt=0, le=1)
+    gae_lambda: float = option("gkd and ppo", 0.95, "lambda of generalized advantage estimation, in ppo", ge=0, le=1)
+    value_weight: Finite = option("gkd and ppo", 0.1, "weight of the value loss, in ppo", ge=0)
+    value_clip: Finite = option("gkd and ppo", 0.2, "clip range of the value, in ppo", gt=0)
+
+    log_completions: bool = option("Output", True, "write answers and their rewards to completions.jsonl")
+
+    @property
+    def summary(self) -> str:
+        return f"{self.rlhf_type}, {self.tuner}, {self.precision}"
+
+    @property
+    def talks(self) -> bool:
+        return self.rlhf_type != "rm"
+
+    @property
+    def models(self) -> list[str]:
+        others = (self.ref_model, self.teacher_model, self.value_model, *self.reward_model)
+        return [self.model, *(model for model in others if model is not None)]
+
+    @property
+    def vllm_address(self) -> str:
+        """Of the server that generates."""
+        return (self.vllm_server or f"http://{self.vllm_server_host}:{self.vllm_server_port}").rstrip("/")
+
+    @property
+    def generations(self) -> int:
+        """Answers to each prompt in a batch."""
+        return self.num_generations or (8 if self.rlhf_type == "grpo" else 2)
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether there are rows to evaluate on, in training or at its end."""
+        return bool(self.val_dataset or self.val_split) and self.eval_strategy != "no"
+
+    def batch(self, world_size: int) -> Batch:
+        """As of every run. Where answers are generated and no size is given, it is one that their number divides."""
+        if self.rlhf_type in REWARDED and self.per_device_batch_size is None and self.global_batch_size is None:
+            steps = 1 if self.evaluated else self.steps_per_generation or self.gradient_accumulation_steps or 1
+            micro = next(n for n in count(DEFAULT_MICRO_BATCH) if n * steps * world_size % self.generations == 0)
+            return self.model_copy(update={"per_device_batch_size": micro}).batch(world_size)
+        return super().batch(world_size)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        rate = LEARNING_RATE.get(self.rlhf_type, 1e-6)
+        return rate * LORA_FACTOR if self.tuner == "lora" else rate

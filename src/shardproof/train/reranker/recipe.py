@@ -1,0 +1,160 @@
+"""Fine-tuning a model that says how well a text answers a query: the recipe of `shardproof sft --task reranker`, and of
+`generative_reranker`.
+
+It is a model of `seq_cls` with one label, or one that writes, whose answer is "yes" or "no" (`scoring.py`), learnt
+from rows of queries, what answers them and what does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from shardproof.data.encoding.judged import check_variables
+from shardproof.data.forms.formats import Form
+from shardproof.data.forms.matches import MATCH_FIELDS, RANKING_MEASURES, Matches
+from shardproof.errors import ConfigError
+from shardproof.models.scorers import SCORER
+from shardproof.train import run
+from shardproof.train.embedding.recipe import encoded_by
+from shardproof.train.model.loading import tokenizer_of
+from shardproof.train.model.parts import check_reached
+from shardproof.train.options.config import Batch, SftConfig
+from shardproof.train.options.contradictions import check_columns
+from shardproof.train.options.settings import add_in_one_order, for_sft_trainer
+from shardproof.train.rows.media import check_backbone, files_taken, media_limits
+from shardproof.train.run import Prepared, View, Write
+from shardproof.train.seq_cls.recipe import check_files
+from shardproof.train.sft.by_file import check_best
+
+POINTWISE, LISTWISE = "pointwise", "listwise"
+GENERATIVE = "generative_reranker"  # of --task: no head, but an answer
+
+
+def loss_of(config: SftConfig) -> str:
+    """Which loss: the one of --loss, whose default of other tasks stands for this one's."""
+    return POINTWISE if config.loss == SftConfig.model_fields["loss"].default else config.loss
+
+
+def check(config: SftConfig, world_size: int) -> Batch:
+    """What can be known from the options alone; imports nothing heavy."""
+    check_columns(config.columns, MATCH_FIELDS)
+    if config.dataset in ([], ["stdlib"]):
+        raise ConfigError(f"--task {config.task} needs rows with a 'positive': name a file of them with --dataset.")
+    if config.task == GENERATIVE:
+        check_variables(config.template_variables)
+    loss = loss_of(config)
+    if loss not in (POINTWISE, LISTWISE):
+        raise ConfigError(f"--task {config.task} and --loss {loss}: there is {POINTWISE}, {LISTWISE}.")
+    if config.loss_temperature is not None and loss != LISTWISE:
+        raise ConfigError(f"--loss-temperature is of --loss {LISTWISE}, and this one is {loss}. Leave it out.")
+    check_best(config, ("loss", *RANKING_MEASURES), f"loss, {', '.join(RANKING_MEASURES)}")
+    return run.check(config, world_size)
+
+
+def read(config: SftConfig) -> tuple[Any, Any]:
+    """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy.
+
+    Raises:
+        DataError: a file is missing, or a row is bad: one without a positive, or without a negative to rank it before.
+    """
+    from shardproof.data.rows import read_rows
+
+    return run.read(config, read_rows, _form(config))
+
+
+def _form(config: SftConfig) -> Form:
+    return Matches(several=True, ranked=loss_of(config) == LISTWISE, files=True).form
+
+
+def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
+    """Make the tokenizer and the output folder, encode the rows that `read` gave.
+
+    Raises:
+        ConfigError, DataError: everything a user can put right, found before any process is started.
+    """
+    batch = check(config, world_size)
+    config = config.model_copy(update={"loss": loss_of(config)})
+    kind = run.CAUSAL if config.task == GENERATIVE else SCORER
+    if kind == SCORER:
+        check_backbone(config, kind)
+    prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(_told_apart, config), Prepared, kind)
+    return prepared
+
+
+def _told_apart(config: SftConfig, rows: Any, processing: Any) -> Any:
+    """`encode` of rows of which some have a text that does not answer the query."""
+    encoded = encode(config, rows, processing)
+    labels = getattr(encoded, "encoded", encoded)["labels"]
+    if all(label for of_row in labels for label in of_row):
+        raise ConfigError(
+            f"--task {config.task} tells texts that answer a query from others, and no row has a 'negative' or"
+            " 'negative_messages'. Rows with other names are read by --columns negative=..."
+        )
+    return encoded
+
+
+def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
+    """The token ids of the pairs of rows; its `report` says what became of them."""
+    from shardproof.train.reranker.scoring import scoring_of
+
+    tokenizer, files = tokenizer_of(processing), files_taken(processing)
+    if tokenizer.pad_token_id is None:
+        raise ConfigError(f"The tokenizer of {config.model} has no token to pad with. Set its pad_token.")
+    if files:
+        check_files(config)
+        return encoded_by(config, rows, processing, media_encoder(config, processing))
+    if config.plain:
+        processing.chat_template = None  # here, and in the model that comes out
+    return encoded_by(config, rows, processing, scoring_of(config, processing).encoder(tokenizer, config.system))
+
+
+def media_encoder(config: SftConfig, processing: Any) -> Any:
+    """Of a model that takes files."""
+    from shardproof.train.reranker.scoring import scoring_of
+
+    return scoring_of(config, processing).media_encoder(processing, media_limits(config, processing), config.system)
+
+
+def import_libraries(config: SftConfig) -> None:
+    """Import what `train` needs, before ranks are forked."""
+    import shardproof.train.reranker.trainer  # noqa: F401
+
+
+def train(prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:
+    """Train on this rank and save. Collective: every rank of the process group calls it.
+
+    Any of `signals` ends training after the step it comes in, and the weights of that step are saved.
+
+    Returns: the signal that ended training, or 0.
+    """
+    from shardproof.data.encoding.embed import at_length
+    from shardproof.data.encoding.judged_media import MediaPairCollator
+    from shardproof.data.encoding.rank import collate_pairs
+    from shardproof.train.reranker.scoring import scoring_of
+    from shardproof.train.reranker.trainer import RerankerTrainer
+
+    config: SftConfig = prepared.config
+    add_in_one_order(config)
+    tokenizer = prepared.tokenizer
+    scoring = scoring_of(config, prepared.processing)
+    model = scoring.build(config, prepared.model, tokenizer)
+    if files_taken(prepared.processing):
+        check_reached(model, map(at_length, prepared.rows.rows))
+        collator: Any = MediaPairCollator(media_encoder(config, prepared.processing), config.on_lost)
+    else:
+        typed = scoring.encoder(tokenizer, config.system).typed
+        collator = partial(collate_pairs, pad_token_id=tokenizer.pad_token_id, typed=typed)
+
+    def make_trainer(callbacks: list[Any], reporter: Any) -> RerankerTrainer:
+        return RerankerTrainer(
+            model=model,
+            data_collator=collator,
+            scoring=scoring,
+            kind=loss_of(config),
+            temperature=config.loss_temperature or 1.0,
+            **for_sft_trainer(prepared, callbacks),
+        )
+
+    return run.train(prepared, model, make_trainer, view, write, signals)

@@ -1,0 +1,210 @@
+"""How a reranker scores a pair of a query and a text: by a head of its own, or by what a causal language model would
+answer, "yes" or "no"; and the files of a model folder that say so.
+
+The files are those of sentence-transformers, whose CrossEncoder so gives the same scores, and whose models are taken as
+they are.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardproof.data.encoding.embed_media import MediaMatchEncoder
+from shardproof.data.encoding.judged import JudgedEncoder, Write, prompt, take_pairs, word_token
+from shardproof.data.encoding.judged_media import MediaJudgedEncoder, written
+from shardproof.data.encoding.labelled_media import MediaPairEncoder
+from shardproof.data.encoding.rank import PairEncoder
+from shardproof.data.media.limits import Limits
+from shardproof.errors import ConfigError
+from shardproof.models.family import without_adapters
+from shardproof.models.processors import said_by
+from shardproof.models.scorers import last_places
+from shardproof.train.embedding.pooling import CONFIG, MODULES, TRANSFORMER, files_in
+from shardproof.train.model.loading import TINY, load_model, tokenizer_of
+from shardproof.train.model.parts import head_for_words
+from shardproof.train.reranker.recipe import GENERATIVE
+from shardproof.train.rows.media import files_taken
+from shardproof.train.seq_cls import recipe as seq_cls
+from shardproof.train.seq_cls.labelling import RELEVANCE, write_labels
+
+if TYPE_CHECKING:
+    from shardproof.train.options.config import SftConfig
+
+SCORE = "1_LogitScore/config.json"
+
+
+class ByHead:
+    """By the one label of a classifier."""
+
+    def encoder(self, tokenizer: Any, system: str | None) -> PairEncoder:
+        return PairEncoder(tokenizer, system)
+
+    def media_encoder(self, processor: Any, limits: Limits, system: str | None) -> MediaMatchEncoder:
+        """Of a model that takes files."""
+        return MediaPairEncoder(processor, limits, system)
+
+    def build(self, config: SftConfig, source: str, tokenizer: Any) -> Any:
+        """The model of a run, with its adapters."""
+        return seq_cls.build(config, source, tokenizer, to_shard=True)
+
+    def scores(self, outputs: Any) -> torch.Tensor:
+        """In fp32, of shape (pairs,); the sigmoid of one is how likely the text answers the query."""
+        found: torch.Tensor = outputs["logits"].float()[:, 0]
+        return found
+
+    def write(self, folder: Path) -> None:
+        """Say so beside adapters; the config of a whole model does."""
+        write_labels(folder, RELEVANCE)
+
+
+@dataclass(frozen=True)
+class YesNo:
+    """By the logits of two tokens behind the prompt of a pair: that of `yes` less that of `no`, so that the sigmoid is
+    the softmax over the two.
+
+    Attributes:
+        system: the instruction of pairs without one of their own.
+        files: the kinds of files that the model takes beside texts.
+    """
+
+    yes: int
+    no: int
+    system: str | None = None
+    files: tuple[str, ...] = ()
+
+    def encoder(self, tokenizer: Any, system: str | None) -> PairEncoder:
+        return JudgedEncoder(tokenizer, self.system if system is None else system)
+
+    def media_encoder(self, processor: Any, limits: Limits, system: str | None) -> MediaMatchEncoder:
+        """Of a model that takes files."""
+        return MediaJudgedEncoder(processor, limits, self.system if system is None else system)
+
+    def build(self, config: SftConfig, source: str, tokenizer: Any) -> Any:
+        model = seq_cls.trained(load_model(source, config, to_shard=True), config, None)
+        last_logits_only(model)
+        return model
+
+    def scores(self, outputs: Any) -> torch.Tensor:
+        logits = outputs["logits"]
+        if logits.shape[1] != 1:
+            raise ConfigError(
+                f"--task {GENERATIVE}: the model makes logits by something else than its output embeddings, and so of"
+                " all tokens. --task reranker needs none."
+            )
+        both: torch.Tensor = logits[:, 0, [self.yes, self.no]].float()
+        return both[:, 0] - both[:, 1]
+
+    def write(self, folder: Path) -> None:
+        """Say so in the words of sentence-transformers."""
+        names = {
+            "": "base.modules.transformer.Transformer",
+            "1_LogitScore": "cross_encoder.modules.logit_score.LogitScore",
+        }
+        read = {"method": "forward", "method_output_name": "logits"}
+        prompts = {"query": self.system} if self.system else {}
+        files: dict[str, Any] = {
+            MODULES: [
+                {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{name}"}
+                for i, (path, name) in enumerate(names.items())
+            ],
+            SCORE: {"true_token_id": self.yes, "false_token_id": self.no},
+            CONFIG: {
+                "model_type": "CrossEncoder",
+                "prompts": prompts,
+                "default_prompt_name": next(iter(prompts), None),
+            },
+            TRANSFORMER: {
+                "transformer_task": "any-to-any" if self.files else "text-generation",
+                "modality_config": {
+                    **dict.fromkeys(("text", *self.files), read),
+                    "message": {**read, "format": "structured" if self.files else "flat"},
+                },
+                "module_output_name": "causal_logits",
+                "processing_kwargs": {"chat_template": {"add_generation_prompt": True}},
+            },
+        }
+        for name, content in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+Scoring = ByHead | YesNo
+
+
+def scoring_of(config: SftConfig, processing: Any) -> Scoring:
+    """How the model of a run scores pairs, which its tokenizer or processor takes from here on. Words that answer a
+    pair are those of the model, where it says some.
+
+    Raises:
+        ConfigError: the tokenizer cannot.
+    """
+    if config.task != GENERATIVE:
+        return ByHead()
+    name = config.begins_with
+    write = take_files_in_pairs(processing, name)
+    known = {} if name == TINY else said_by(name, SCORE)
+    if known:
+        return _yes_no(known, config.system, files_taken(processing), name)
+    yes, no = (word_token(tokenizer_of(processing), word, name, write) for word in ("yes", "no"))
+    return YesNo(yes, no, config.system, files_taken(processing))
+
+
+def take_files_in_pairs(processing: Any, name: str) -> Write:
+    """See that a tokenizer takes pairs, or a processor pairs with files. Returns what writes them."""
+    tokenizer = tokenizer_of(processing)
+    write = prompt if tokenizer is processing else written
+    take_pairs(tokenizer, name, write)
+    processing.chat_template = tokenizer.chat_template
+    return write
+
+
+def scoring_in(folder: Path) -> YesNo | None:
+    """How the model in a folder scores pairs by what it would answer, or None of a model that does not say it does."""
+    if not (folder / MODULES).is_file() or not (folder / SCORE).is_file():
+        return None
+    said, more, how = (
+        json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        for file in (folder / SCORE, folder / CONFIG, folder / TRANSFORMER)
+    )
+    system = (more.get("prompts") or {}).get(more.get("default_prompt_name"))
+    return _yes_no(said, system, files_in(how), str(folder))
+
+
+def _yes_no(said: dict[str, Any], system: str | None, files: tuple[str, ...], model: str) -> YesNo:
+    yes, no = said.get("true_token_id"), said.get("false_token_id")
+    if yes is None or no is None:
+        raise ConfigError(
+            f"The model {model} scores pairs by the logit of one token ({SCORE}), and here two are compared."
+        )
+    return YesNo(yes, no, system, files)
+
+
+def last_logits_only(model: Any) -> None:
+    """Have a causal language model make the logits of the last token of each row alone, of shape (rows, 1, vocabulary).
+
+    What it does to logits by itself (a scale, a cap, adapters on its head) it does to these. Rows are padded on the
+    right, where no position depends on padding, and so the last tokens stand at different places.
+    """
+    head = head_for_words(model)
+    if head is None:
+        raise ConfigError(f"A {type(without_adapters(model)).__name__} has no output embeddings that answer in words.")
+    places: list[torch.Tensor | None] = [None]
+
+    def note(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask")
+        places[0] = None if mask is None else last_places(mask)
+
+    def choose(_: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        hidden, place = args[0], places[0]
+        if place is None:
+            return hidden[:, -1:], *args[1:]
+        rows = torch.arange(len(hidden), device=hidden.device)
+        return hidden[rows, place.to(hidden.device)].unsqueeze(1), *args[1:]
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    head.register_forward_pre_hook(choose)

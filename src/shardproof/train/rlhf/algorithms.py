@@ -1,0 +1,371 @@
+"""Which of TRL's trainers runs an algorithm, and our options in that trainer's words. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from shardproof.data.forms.formats import SUPERVISED, Form
+from shardproof.data.forms.preferences import JUDGED, PAIRS, PROMPTS
+from shardproof.errors import ConfigError
+from shardproof.train.options.config import Batch
+from shardproof.train.options.option import flag
+from shardproof.train.options.rlhf_config import PAIRED, REFERRED, REWARDED, SAME, RlhfConfig
+from shardproof.train.rlhf.variants import check_variant, refers
+from shardproof.train.rlhf.vllm import COLOCATED, SERVED, check_vllm, vllm_arguments
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One value of --rlhf-type.
+
+    Attributes:
+        trainer: module and class, of TRL or ours.
+        arguments: module and class of its configuration.
+        form: what rows look like.
+        needs: options without which it cannot run (one of those in a tuple).
+        cuts: at which ends its trainer cuts rows that are too long (values of --truncation).
+    """
+
+    trainer: str
+    arguments: str
+    form: Form
+    needs: tuple[tuple[str, ...], ...] = ()
+    cuts: tuple[str, ...] = ()
+
+    @property
+    def experimental(self) -> bool:
+        """Whether TRL makes no promises about the trainer."""
+        return ".experimental." in self.arguments
+
+    def classes(self) -> tuple[Any, Any]:
+        """Trainer and configuration."""
+        return _found(self.trainer), _found(self.arguments)
+
+
+_REWARD = (("reward_funcs", "reward_model"),)
+_END = ("right",)
+
+ALGORITHMS = {
+    "dpo": Algorithm("trl:DPOTrainer", "trl:DPOConfig", PAIRS, cuts=("right", "left")),
+    "kto": Algorithm("trl:KTOTrainer", "trl:KTOConfig", JUDGED, cuts=_END),
+    "orpo": Algorithm("trl.experimental.orpo:ORPOTrainer", "trl.experimental.orpo:ORPOConfig", PAIRS, cuts=_END),
+    "simpo": Algorithm("trl.experimental.cpo:CPOTrainer", "trl.experimental.cpo:CPOConfig", PAIRS, cuts=_END),
+    "cpo": Algorithm("trl.experimental.cpo:CPOTrainer", "trl.experimental.cpo:CPOConfig", PAIRS, cuts=_END),
+    "rm": Algorithm("trl:RewardTrainer", "trl:RewardConfig", PAIRS),
+    "grpo": Algorithm("trl:GRPOTrainer", "trl:GRPOConfig", PROMPTS, ((*_REWARD[0], "environments"),)),
+    "rloo": Algorithm("trl:RLOOTrainer", "trl:RLOOConfig", PROMPTS, _REWARD),
+    "gkd": Algorithm(
+        "trl.experimental.gkd:GKDTrainer",
+        "trl.experimental.gkd:GKDConfig",
+        SUPERVISED,
+        (("teacher_model",),),
+        ("left",),
+    ),
+    "ppo": Algorithm("shardproof.train.rlhf.ppo:PpoTrainer", "shardproof.train.rlhf.ppo:PpoConfig", PROMPTS, _REWARD),
+}
+
+# The algorithms for which an option means something; the others refuse it.
+MEANT_FOR: dict[str, tuple[str, ...]] = {
+    "group_by_length": PAIRED,
+    "drop_last": (*PAIRED, "kto", "gkd"),  # what generates leaves them out anyway
+    "sequence_parallel": (*PAIRED, "kto"),
+    "compile": (*PAIRED, "kto"),  # what is generated has another length with every token
+    "beta": ("dpo", "kto", "orpo", "simpo", "cpo", "grpo", "rloo", "gkd", "ppo"),
+    "loss_type": ("dpo", "kto", "cpo", "grpo"),
+    "loss_weights": ("dpo",),
+    "label_smoothing": ("dpo", "simpo", "cpo"),
+    "simpo_gamma": ("simpo",),
+    "cpo_alpha": ("cpo", "simpo"),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+    "ref_model": ("dpo", "kto"),
+    "ref_adapters": REFERRED,
+    **dict.fromkeys(("frozen_stage", "frozen_precision"), (*REFERRED, "gkd")),
+    "precompute_ref": ("dpo", "kto"),
+    "sync_ref_steps": ("dpo", "kto", "grpo", "rloo"),
+    "teacher_model": ("gkd",),
+    "lmbda": ("gkd",),
+    "seq_kd": ("gkd",),
+    "reward_model": REWARDED,
+    "reward_funcs": REWARDED,
+    "reward_weights": REWARDED,
+    "num_generations": REWARDED,
+    "num_iterations": REWARDED,
+    "steps_per_generation": REWARDED,
+    "epsilon": REWARDED,
+    "epsilon_high": REWARDED,
+    "mask_truncated_completions": REWARDED,
+    "max_completion_length": (*REWARDED, "gkd"),
+    "temperature": (*REWARDED, "gkd"),
+    "top_p": REWARDED,
+    "top_k": REWARDED,
+    "repetition_penalty": REWARDED,
+    "scale_rewards": ("grpo",),
+    "delta": ("grpo",),
+    **dict.fromkeys(("dynamic_sample", "max_resample_times"), ("grpo", "rloo")),
+    **dict.fromkeys(("tools", "environments", "max_tool_calling_iterations"), ("grpo",)),
+    "importance_sampling_level": ("grpo",),
+    **dict.fromkeys(("use_vllm", "vllm_mode", *SERVED, *COLOCATED), ("grpo", "rloo")),
+    "value_model": ("ppo",),
+    "gamma": ("ppo",),
+    "gae_lambda": ("ppo",),
+    "value_weight": ("ppo",),
+    "value_clip": ("ppo",),
+}
+
+
+# The models that take part besides the one that is trained, under the names of their options.
+OTHERS: dict[str, tuple[str, ...]] = {
+    "dpo": ("ref_model",),
+    "kto": ("ref_model",),
+    "grpo": ("ref_model", "reward_model"),
+    "rloo": ("ref_model", "reward_model"),
+    "ppo": ("ref_model", "reward_model", "value_model"),
+    "gkd": ("teacher_model",),
+}
+
+# What --trl-arguments may set: variants that TRL offers, and that do not touch what is sharded, read or written here.
+_Kinds = dict[str, type | tuple[str, ...]]  # a tuple: one of these texts, which TRL looks at in the first step
+_ALL: _Kinds = {"disable_dropout": bool}
+_FOLLOWS: _Kinds = {"ref_model_mixup_alpha": float}
+_SAMPLED: _Kinds = {"min_p": float, **_FOLLOWS, **_ALL}
+EXTRAS: dict[str, _Kinds] = {
+    "dpo": {
+        **dict.fromkeys(("ld_alpha", "f_alpha_divergence_coef", "discopop_tau"), float),
+        "f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
+        "use_weighting": bool,
+        **_FOLLOWS,
+        **_ALL,
+    },
+    "kto": {**_FOLLOWS, **_ALL},
+    "orpo": _ALL,
+    "simpo": _ALL,
+    "cpo": {"alpha": float, **_ALL},
+    "rm": {"center_rewards_coefficient": float, **_ALL},
+    "gkd": _ALL,
+    "grpo": {
+        **dict.fromkeys(("top_entropy_quantile", "off_policy_mask_threshold"), float),
+        **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), float),
+        **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), float),
+        **dict.fromkeys(("entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"), float),
+        **dict.fromkeys(("entropy_target", "vllm_importance_sampling_clip_max"), float),
+        **dict.fromkeys(
+            ("use_adaptive_entropy", "use_bias_correction_kl", "vllm_importance_sampling_correction"), bool
+        ),
+        "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+        "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+        **_SAMPLED,
+    },
+    "rloo": {"normalize_advantages": bool, **_SAMPLED},
+    "ppo": _SAMPLED,
+}
+
+# Those of TRL's numbers that are shares: it passes others over, or computes something else with them.
+SHARES = ("top_entropy_quantile", "ld_alpha", "ref_model_mixup_alpha")
+
+# TRL finds out in the first step.
+LOSSES: dict[str, tuple[str, ...]] = {
+    "dpo": (
+        *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
+        *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
+    ),
+    "kto": ("kto", "apo_zero_unpaired"),
+    "cpo": ("sigmoid", "hinge", "ipo", "simpo", "alphapo"),
+    "grpo": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
+}
+
+
+def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
+    """Raise ConfigError for options that contradict the algorithm, or lack what it needs."""
+    kind = config.rlhf_type
+    for names in ALGORITHMS[kind].needs:
+        if not any(getattr(config, name) for name in names):
+            options = " or ".join(flag(name) for name in names)
+            raise ConfigError(f"--rlhf-type {kind} needs {options}.")
+    for name, kinds in MEANT_FOR.items():
+        default = RlhfConfig.model_fields[name].default
+        if kind not in kinds and getattr(config, name) != default:
+            raise ConfigError(f"{flag(name)} means nothing to --rlhf-type {kind}; it is for {', '.join(kinds)}.")
+    for loss in config.loss_type:
+        if loss not in LOSSES[kind]:
+            near = difflib.get_close_matches(loss, LOSSES[kind], n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"--loss-type {loss}: {kind} has no such loss.{hint} It has {', '.join(LOSSES[kind])}.")
+    _check_cut(config)
+    _check_extras(config)
+    _check_others(config)
+    check_variant(config)
+    judges = len(config.reward_funcs) + len(config.reward_model)
+    if config.reward_weights and len(config.reward_weights) != judges:
+        raise ConfigError(
+            f"--reward-weights has {len(config.reward_weights)} weights for {judges} rewards"
+            " (--reward-funcs, then --reward-model)."
+        )
+    if kind in REWARDED:
+        check_vllm(config, batch.world_size)
+        _check_generations(config, batch)
+    if kind == "kto" and batch.micro < 2:
+        raise ConfigError(
+            "--rlhf-type kto compares the rows of a micro-batch: --per-device-batch-size must be above 1."
+        )
+    if config.ref_model and config.tuner == "lora":
+        raise ConfigError("--ref-model and --tuner lora: with adapters the reference is the model without them.")
+    if config.ref_adapters != SAME and not config.adapters:
+        raise ConfigError(
+            "--ref-adapters is for adapters whose training continues: add --adapters. That of new ones is the model."
+        )
+    if config.sync_ref_steps and (config.tuner == "lora" or config.precompute_ref):
+        raise ConfigError("--sync-ref-steps needs a reference of its own: leave out --tuner lora and --precompute-ref.")
+    if config.sync_ref_steps and kind in REWARDED and not refers(config):
+        raise ConfigError(
+            f"--sync-ref-steps moves the reference, which --rlhf-type {kind} has with a --beta above 0 only."
+        )
+
+
+def _check_cut(config: RlhfConfig) -> None:
+    """Raise ConfigError for rows that are to be cut where the algorithm's trainer cuts others, or none."""
+    cuts = ALGORITHMS[config.rlhf_type].cuts
+    if config.truncation in ("drop", "raise", *cuts):
+        return
+    known = f"cuts rows with --truncation {cuts[0]} only: take that" if cuts else "cuts no rows: raise --max-length"
+    raise ConfigError(
+        f"--truncation {config.truncation}: --rlhf-type {config.rlhf_type} {known}, or leave long rows out with"
+        " --truncation drop."
+    )
+
+
+def _check_extras(config: RlhfConfig) -> None:
+    """Raise ConfigError for a name in --trl-arguments that the algorithm does not have, or a value of another kind."""
+    known = EXTRAS[config.rlhf_type]
+    for name, value in config.trl_arguments.items():
+        said = f"--trl-arguments {name}={value}"
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            if name in RlhfConfig.model_fields:
+                raise ConfigError(f"{said}: this is an option of its own, {flag(name)}.")
+            hint = f" Did you mean {near[0]}?" if near else f" It has {', '.join(known)}."
+            raise ConfigError(f"{said}: --rlhf-type {config.rlhf_type} has no such argument here.{hint}")
+        kind = known[name]
+        if isinstance(kind, tuple):
+            fits, wanted = value in kind, f"{', '.join(kind[:-1])} or {kind[-1]}"
+        elif kind is bool:
+            fits, wanted = isinstance(value, bool), "yes or no"
+        else:
+            fits, wanted = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
+            if name in SHARES and isinstance(value, (int, float)):
+                fits, wanted = fits and 0 <= value <= 1, "from 0 to 1"
+        if not fits:
+            raise ConfigError(f"{said}: should be {wanted}.")
+
+
+def _check_others(config: RlhfConfig) -> None:
+    """Raise ConfigError for a stage or precision of a model that does not take part."""
+    kind = config.rlhf_type
+    for option in ("model_stages", "model_precisions"):
+        for name, value in getattr(config, option).items():
+            if name not in OTHERS.get(kind, ()):
+                there = f"has {', '.join(OTHERS[kind])}" if kind in OTHERS else "has no other model"
+                raise ConfigError(f"{flag(option)} {name}={value}: --rlhf-type {kind} {there}.")
+            if name == "ref_model" and config.tuner == "lora":
+                raise ConfigError(
+                    f"{flag(option)} ref_model={value}: with --tuner lora the reference is the model without adapters."
+                )
+            if name == "reward_model" and not config.reward_model:
+                raise ConfigError(f"{flag(option)} reward_model={value}: there is no --reward-model.")
+    if config.model_precisions.get("value_model") == "fp16" and config.precision != "fp16":
+        raise ConfigError("--model-precisions value_model=fp16 needs a scaled loss, which --precision fp16 has.")
+
+
+def _check_generations(config: RlhfConfig, batch: Batch) -> None:
+    steps = config.steps_per_generation or batch.accumulation
+    whole = batch.micro * batch.world_size * steps
+    if whole % config.generations:
+        raise ConfigError(
+            f"{whole} answers are generated at once ({batch.micro} x {steps} micro-batch(es) x {batch.world_size}"
+            f" process(es)), which --num-generations {config.generations} does not divide.\n"
+            "Raise --per-device-batch-size or --gradient-accumulation-steps, or take fewer generations."
+        )
+    judged, option = batch.micro * batch.world_size, "--val-dataset" if config.val_dataset else "--val-split"
+    if config.evaluated and judged % config.generations:
+        enough = config.generations // math.gcd(config.generations, batch.world_size)
+        raise ConfigError(
+            f"{option}: {judged} answers are judged at once in an evaluation ({batch.micro} x {batch.world_size}"
+            f" process(es)), which --num-generations {config.generations} does not divide.\n"
+            f"Take --per-device-batch-size {enough} or a multiple of it, or leave {option} out."
+        )
+
+
+def own_arguments(config: RlhfConfig, batch: Batch) -> dict[str, Any]:
+    """What the algorithm's configuration takes beyond those of every trainer; only what is not TRL's default."""
+    kind = config.rlhf_type
+    own: dict[str, Any] = {"beta": config.beta} if kind != "rm" else {}
+    if kind in (*PAIRED, "kto"):
+        own["max_length"] = config.max_length
+    if kind == "dpo":
+        own |= {"loss_type": config.loss_type, "loss_weights": config.loss_weights}
+        own |= {"label_smoothing": config.label_smoothing}
+        own["truncation_mode"] = "keep_end" if config.truncation == "left" else "keep_start"
+    if kind == "kto":
+        own |= {"desirable_weight": config.desirable_weight, "undesirable_weight": config.undesirable_weight}
+        own |= {"loss_type": _one(config), "train_sampling_strategy": "sequential"}
+    if kind in ("cpo", "simpo"):
+        own |= {"label_smoothing": config.label_smoothing, "loss_type": _one(config), "cpo_alpha": config.cpo_alpha}
+    if kind == "simpo":
+        alpha = 0.0 if config.cpo_alpha is None else config.cpo_alpha
+        beta = 2.0 if config.beta is None else config.beta  # the paper's; TRL's is the one of cpo
+        own |= {"loss_type": "simpo", "simpo_gamma": config.simpo_gamma, "cpo_alpha": alpha, "beta": beta}
+    if kind in REFERRED[:2]:
+        own |= {"precompute_ref_log_probs": config.precompute_ref}
+    if config.sync_ref_steps:
+        own |= {"sync_ref_model": True, "ref_model_sync_steps": config.sync_ref_steps}
+    if kind == "gkd":
+        own |= {"max_length": config.max_length, "max_new_tokens": config.max_completion_length}
+        own |= {"temperature": config.temperature, "lmbda": config.lmbda, "seq_kd": config.seq_kd}
+    if kind in REWARDED:
+        own |= _generating(config, batch)
+    if kind == "ppo":
+        own |= {"gamma": config.gamma, "gae_lambda": config.gae_lambda}
+        own |= {"value_weight": config.value_weight, "value_clip": config.value_clip}
+    return {name: value for name, value in own.items() if value not in (None, [])} | config.trl_arguments
+
+
+def _generating(config: RlhfConfig, batch: Batch) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        "num_generations": config.generations,
+        "max_completion_length": config.max_completion_length,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "repetition_penalty": config.repetition_penalty,
+        "num_iterations": config.num_iterations,
+        "steps_per_generation": config.steps_per_generation or batch.accumulation,
+        "epsilon": config.epsilon,
+        "epsilon_high": config.epsilon_high,
+        "reward_weights": config.reward_weights,
+        "mask_truncated_completions": config.mask_truncated_completions,
+        "log_multimodal": False,  # we show places of pictures; TRL would gather them on the ranks that have some
+    }
+    if config.rlhf_type == "grpo":
+        own |= {"loss_type": _one(config), "scale_rewards": config.scale_rewards, "delta": config.delta}
+        own["importance_sampling_level"] = config.importance_sampling_level
+        own["max_tool_calling_iterations"] = config.max_tool_calling_iterations
+    if config.use_vllm:
+        own |= vllm_arguments(config)
+        if config.loss_type == ["vespo"]:  # takes probabilities of tokens only
+            own["vllm_importance_sampling_mode"] = "token_truncate"
+    return own
+
+
+def _one(config: RlhfConfig) -> str | None:
+    if len(config.loss_type) > 1:
+        raise ConfigError(f"--loss-type takes one value with --rlhf-type {config.rlhf_type}.")
+    return config.loss_type[0] if config.loss_type else None
+
+
+def _found(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

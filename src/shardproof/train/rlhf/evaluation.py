@@ -1,0 +1,88 @@
+"""Evaluation of pairs, of judged and of distilled answers: each row counts once, on any number of processes.
+
+[Note: figures of a micro-batch] TRL's trainers take their figures from a micro-batch of all ranks, and the mean over
+these as that of all rows: a last one of few rows weighs as much as a full one, and rows that accelerate repeats so that
+ranks have as many count, too. Here a micro-batch is one rank's, the same rows on any number of ranks, and weighs as
+many rows as it has. So means over rows are exact; a mean over tokens of a micro-batch depends on its size alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch.distributed as dist
+from transformers.trainer_utils import EvalLoopOutput
+
+from shardproof.train.rows.sampler import eval_batches
+from shardproof.train.sft.by_file import in_chunks
+from shardproof.zero.comm.groups import told_by_all
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+FIGURES = ("_metrics", "_stored_metrics")  # where TRL's trainers keep them until they are logged
+
+
+def evaluate_rows(trainer: Any, loader: DataLoader[Any], prefix: str) -> EvalLoopOutput:
+    """The mean loss over the rows of `loader`, and those of TRL's figures, where its `log` takes them from."""
+    rows: Any = loader.dataset
+    args, collate = trainer.args, loader.collate_fn
+    batch = trainer.batch_plan
+    reader = args.process_index // batch.sequence
+    plan = eval_batches(in_chunks(range(len(rows)), args.per_device_eval_batch_size), reader, batch.readers)
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    trainer.model.eval()  # and it stays so, by which TRL's `log` knows whose figures these are
+    _taken(trainer)
+    with _by_itself(trainer.accelerator), trainer.sequence:
+        for indices, counts in trainer.each_evaluated(plan):
+            inputs = trainer._prepare_inputs(collate([rows[i] for i in indices]))
+            loss, *_ = trainer.prediction_step(trainer.model, inputs, prediction_loss_only=True)
+            found = {"loss": float(loss), **_taken(trainer)}
+            for name, value in found.items() if counts else ():
+                if weight := trainer.rows_behind(name, inputs, len(indices)):
+                    sums[name][0] += weight * value
+                    sums[name][1] += weight
+    trainer._meet()  # ranks that are not through yet may want slices of this one
+    means = _across(sums)
+    loss = means.pop("loss")
+    if "rewards/margins" in means:  # of kto's, which are of other rows each, no mean of differences is one
+        means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+    for figures in _figures(trainer):
+        figures.update({name: [mean] for name, mean in means.items()})
+    return EvalLoopOutput(predictions=None, label_ids=None, metrics={f"{prefix}_loss": loss}, num_samples=len(rows))
+
+
+@contextlib.contextmanager
+def _by_itself(accelerator: Any) -> Iterator[None]:
+    """Inside, a rank hears of its own values alone."""
+    with contextlib.ExitStack() as stack:
+        for name in ("gather", "gather_for_metrics"):
+            stack.enter_context(mock.patch.object(accelerator, name, lambda values, *args, **kwargs: values))
+        yield
+
+
+def _figures(trainer: Any) -> list[dict[str, list[Any]]]:
+    return [getattr(trainer, name)["eval"] for name in FIGURES if hasattr(trainer, name)]
+
+
+def _taken(trainer: Any) -> dict[str, float]:
+    """The figures of one micro-batch, which are not kept."""
+    found = {name: float(values[-1]) for figures in _figures(trainer) for name, values in figures.items() if values}
+    for figures in _figures(trainer):
+        figures.clear()
+    return found
+
+
+def _across(sums: dict[str, list[float]]) -> dict[str, float]:
+    """The means of all ranks; some may have none of what others have."""
+    everyone = told_by_all(None, dict(sums)) if dist.is_initialized() else [sums]
+    names = dict.fromkeys(name for theirs in everyone for name in theirs)
+    return {
+        name: sum(theirs[name][0] for theirs in everyone if name in theirs)
+        / sum(theirs[name][1] for theirs in everyone if name in theirs)
+        for name in names
+    }

@@ -1,0 +1,318 @@
+"""TRL's trainers that generate answers, as `shardproof rlhf` runs them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import EvalLoopOutput
+from trl.trainer.callbacks import SyncRefModelCallback
+from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
+
+from shardproof.errors import CheckpointError
+from shardproof.interrupts import left_to_rank
+from shardproof.train.rlhf.judging import Reads
+from shardproof.train.rlhf.mixin import OfTokens, RlhfMixin, listen, plain_of
+from shardproof.train.rlhf.pictures import NUMBER, are_pictured, in_parts
+from shardproof.train.rlhf.prompted import Prompted
+from shardproof.train.rlhf.resampling import with_others
+from shardproof.train.trainer import CommandMixin
+
+log = logging.getLogger("shardproof")
+ALIKE = (
+    10  # batches in a row without a question whose answers differ in what they are worth, which chance explains no more
+)
+
+
+class Generating(OfTokens):
+    """GRPO, RLOO, PPO. TRL deals out the prompts, so that every answer to one is judged against the others.
+
+    `make_reference` gives the reference, where one is needed that is not the model without its adapters: TRL would load
+    it whole on every rank. `resamples`: how often other questions are asked at most, see `resampling.py`.
+    `check_prompts` raises where environments have put too much behind one: it gets their tokens, and whose they are.
+    """
+
+    _logs: dict[str, Any]  # of TRL
+
+    def __init__(
+        self,
+        *args: Any,
+        make_reference: Callable[[], Any] | None = None,
+        resamples: int = 0,
+        check_prompts: Callable[[Any, Any], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.resamples, self._check_prompts = resamples, check_prompts
+        self._fresh, self._warned, self._alike = False, set[str](), 0
+        self._tools: list[Any] = []
+        self._prompted: Prompted | None = None
+        # Rows to evaluate on have the same numbers, and answers to others are to be learnt from after an evaluation.
+        rows = {True: kwargs["train_dataset"], False: kwargs["eval_dataset"]}
+        self._prompts = {mode: Prompted(some) for mode, some in rows.items() if some is not None and are_pictured(some)}
+        wanted: Any = kwargs["args"]
+        if make_reference is None or not wanted.beta:
+            super().__init__(*args, **kwargs)
+            return
+        reference = make_reference()  # it seeds; TRL's trainer then has each rank draw numbers of its own
+        kwargs["args"] = copy.copy(wanted)
+        kwargs["args"].beta, kwargs["args"].sync_ref_model = 0.0, False
+        super().__init__(*args, **kwargs)
+        self._refer_to(reference, wanted)
+
+    def _refer_to(self, reference: Any, wanted: Any) -> None:
+        """What TRL does with a reference that it loads itself."""
+        self.args.beta, self.args.sync_ref_model = wanted.beta, wanted.sync_ref_model
+        self.beta = wanted.beta
+        if wanted.disable_dropout:
+            disable_dropout_in_model(reference)
+        add_fused_lm_head(reference, temperature=self.temperature)
+        self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
+        if wanted.sync_ref_model:
+            self.add_callback(SyncRefModelCallback(ref_model=self.ref_model, accelerator=self.accelerator))
+
+    def _tokenize_prompts(self, prompts: Any) -> Any:
+        if self._prompted is not None:
+            ids, fields = self._prompted.asked()
+            return ids, None, fields
+        if not any(self._tools):
+            found = super()._tokenize_prompts(prompts)
+            if self._check_prompts is not None:
+                self._check_prompts(found[0], self._batch_environments)
+            return found
+        how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **self.chat_template_kwargs}
+        together = zip(prompts, self._tools, strict=True)
+        written = [self.processing_class.apply_chat_template(p, tools=tools, **how) for p, tools in together]
+        return [tokens["input_ids"] for tokens in written], None, {}
+
+    def _generate_single_turn(self, ids: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._prompted is not None and self.use_vllm:
+            # None for a row without: of an empty list TRL takes the first one, too, for a vLLM in this process.
+            images = [of_row["image"] or None for of_row in self._prompted.files]
+        return super()._generate_single_turn(ids, images, *args, **kwargs)
+
+    def _calculate_rewards(self, inputs: Any, *args: Any) -> Any:
+        if self._prompted is not None:
+            inputs = [row | files for row, files in zip(inputs, self._prompted.columns, strict=True)]
+            for reads in self.reward_processing_classes:
+                if isinstance(reads, Reads):
+                    reads.files, reads.where = self._prompted.files, self._prompted.where
+        found = super()._calculate_rewards(inputs, *args)
+        self._warn_of_unjudged(found)
+        return found
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, batch_size: Any = None, **more: Any
+    ) -> Any:
+        ask = functools.partial(super()._get_per_token_logps_and_entropies, model, input_ids, attention_mask)
+        prompted, rows = self._prompted, batch_size or len(input_ids)
+        if prompted is None:
+            return ask(logits_to_keep, batch_size, **more)
+        before, device = input_ids.shape[1] - logits_to_keep, input_ids.device
+        calls = (prompted.now[i : i + rows] for i in range(0, len(input_ids), rows))  # of the model, one after another
+        with listen(model, lambda inputs: inputs | prompted.given(next(calls), before, logits_to_keep, device)):
+            return ask(logits_to_keep, batch_size, **more)
+
+    def beside(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """What the model takes beside the tokens of a batch of all rows of now."""
+        if self._prompted is None:
+            return {}
+        before, behind = (batch[name].shape[1] for name in ("prompt_ids", "completion_ids"))
+        return self._prompted.given(self._prompted.now, before, behind, batch["prompt_ids"].device)
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        self._prompted = self._prompts.get(self.model.training)
+        if self._prompted is not None:
+            self._prompted.now = inputs[NUMBER].tolist()
+        return super()._compute_loss(model, inputs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Of answers that are written for it, in groups."""
+        return super(RlhfMixin, self).evaluation_loop(*args, **kwargs)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        return super(CommandMixin, self).get_train_dataloader()
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """To train and to evaluate on. What it reads draws no numbers, so it goes without the seed of transformers."""
+        loader: Any = super()._get_dataloader(*args, **kwargs)
+        loader.base_dataloader.worker_init_fn = left_to_rank  # accelerate's own only deals out what this one reads
+        return loader
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        self._sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._sampler
+
+    def kept_by_rank(self) -> dict[str, Any]:
+        """And answers that are still to be learned from: they last for --steps-per-generation x --num-iterations."""
+        left = self._step % (self.args.steps_per_generation * self.args.num_iterations)
+        told = {**self._logs, "prompt": [_told(prompt) for prompt in self._logs["prompt"]]}
+        return {
+            **super().kept_by_rank(),
+            "steps": self.state.global_step,
+            "epochs": int(self.state.epoch or 0.0),
+            "ranks": self.args.world_size,
+            "left": plain_of(self._buffered_inputs) if left else None,
+            "answers": plain_of({name: told[name] for name in told if name != "images"}) if self._fresh else None,
+        }
+
+    def take_kept_by_rank(self, kept: dict[str, Any]) -> None:
+        super().take_kept_by_rank(kept)
+        self._step = kept["steps"] * self.args.gradient_accumulation_steps
+        for _ in range(kept["epochs"]):  # TRL's sampler draws each order from the generator that drew the last
+            next(iter(self._sampler), None)
+        if kept["answers"] is not None:  # they are written down with the next log
+            self._fresh = True
+            _extend(self._logs, kept["answers"])
+        if kept["left"] is None:
+            return
+        if kept["ranks"] != self.args.world_size:
+            raise CheckpointError(
+                f"The checkpoint holds answers that {kept['ranks']} ranks have still to learn from, and there are"
+                f" {self.args.world_size}. Resume on as many, or take --save-steps at which all have been learned from."
+            )
+        self._buffered_inputs = _on(self.args.device, kept["left"])
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        if not (self.resamples and self.model.training):
+            return self._written(inputs)
+        # TRL keeps what it writes down of one batch, and here a step may have several.
+        self._logs = {name: defaultdict(deque) if isinstance(v, dict) else deque() for name, v in self._logs.items()}
+        made = self._written(inputs)
+        rank, pad = self.accelerator.process_index, self.processing_class.pad_token_id
+        more = self._more(len(inputs))
+        return with_others(made, self.num_generations, more, self._written, self._of_all, rank, pad)
+
+    def _of_all(self, rows: list[Any]) -> list[Any]:
+        self._meet()  # they are gathered past the accelerator
+        gathered: list[Any] = gather_object(rows)
+        return gathered
+
+    def _more(self, size: int) -> Iterator[list[Any]]:
+        """Further questions of this rank, so many answers at a time: in an order of their own, the same in a run that
+        goes on."""
+        rows, rank, answers = self.train_dataset, self.accelerator.process_index, self.num_generations
+        draws = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self._step)
+        for _ in range(self.resamples):
+            order = torch.randperm(len(rows), generator=draws).tolist()
+            places = [order[(rank * size + i) // answers % len(order)] for i in range(size)]
+            yield [rows[place] for place in places]
+
+    def _written(self, inputs: Any) -> Any:
+        self.finite.check_weights()  # or drawing a token fails, with an error that says nothing of why
+        self._fresh = True
+        self._tools = [row.get("tools") for row in inputs]  # TRL knows only tools that are functions of its own
+        self._prompted = self._prompts.get(self.model.training)
+        if self._prompted is None:
+            self.count_from_first_tokens(self.model, self.ref_model, *self.also_trained)
+            return super()._generate_and_score_completions(inputs)
+        output = super()._generate_and_score_completions(self._prompted.begin(inputs))
+        return output | {NUMBER: torch.tensor(self._prompted.now)}
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        self._warn_of_cut()
+        self._warn_of_alike()
+        self._warn_of_calls()
+        super().log(logs, start_time)
+        if self.reporter is not None and self._fresh:
+            prompts = [_told(prompt) for prompt in self._logs["prompt"]]
+            self.reporter.generated(self.state.global_step, {**self._logs, "prompt": prompts})
+        self._fresh = False
+
+    def _warn_once(self, of: str, text: str, *values: Any) -> None:
+        if of not in self._warned and self.accelerator.is_main_process:
+            log.warning(text, *values)
+        self._warned.add(of)
+
+    def _warn_of_unjudged(self, rewards: torch.Tensor) -> None:
+        """Where all that could judge an answer leave it to each other. `rewards`: of all ranks, by who gave it.
+
+        Without environments a rank's own reward functions say so (`Judges`)."""
+        silent = int(torch.isnan(rewards).all(dim=1).sum()) if getattr(self, "environments", None) else 0
+        if silent:
+            self._warn_once(
+                "unjudged",
+                "Nothing judged %d of %d answers: each of %s gave None, and nothing is learnt from them.",
+                silent,
+                len(rewards),
+                ", ".join(self.reward_func_names),
+            )
+
+    def _warn_of_cut(self) -> None:
+        """Where no answer since the last log is learnt from: the loss is then 0, which may look like success."""
+        shares = self._metrics["train"].get("completions/clipped_ratio")  # of all ranks
+        if self.mask_truncated_completions and shares and min(shares) >= 1:
+            self._warn_once(
+                "cut",
+                "All answers since the last log, up to step %d, were cut at --max-completion-length %d, and with"
+                " --mask-truncated-completions nothing is learnt from such: the loss is 0. Raise"
+                " --max-completion-length, or leave --mask-truncated-completions out until answers end by themselves.",
+                self.state.global_step,
+                self.max_completion_length,
+            )
+
+    def _warn_of_alike(self) -> None:
+        """Where for many batches in a row the answers to each question were worth the same. PPO, whose values are
+        trained too, does not compare them."""
+        shares = self._metrics["train"].get("frac_reward_zero_std")  # of all ranks
+        if not shares or not self.model.training or self.also_trained:
+            return
+        differ = [place for place, share in enumerate(shares, 1) if share < 1]
+        self._alike = len(shares) - differ[-1] if differ else self._alike + len(shares)
+        if self._alike >= ALIKE:
+            self._warn_once(
+                "alike",
+                "In the last %d batches, up to step %d, all answers to a question were worth the same (the last to %g"
+                " on average): nothing was learnt from them%s. See whether --reward-funcs and --reward-model can tell"
+                " these answers apart; completions.jsonl has them. Where the questions are too easy or too hard, take"
+                " others; where all answers are one, raise --temperature.",
+                self._alike,
+                self.state.global_step,
+                self._metrics["train"]["reward"][-1],
+                ", but to stay near the reference" if self.beta else "",
+            )
+
+    def _warn_of_calls(self) -> None:
+        """Where all calls of functions since the last log failed: answers are told so and go on."""
+        found = self._metrics["train"]  # of all ranks
+        how_often = zip(found.get("tools/call_frequency", ()), found.get("tools/failure_frequency", ()), strict=False)
+        failed = [share for calls, share in how_often if calls]
+        if failed and min(failed) >= 1:
+            turns = (turn for answer in self._logs["completion"] for turn in answer if turn["role"] == "tool")
+            self._warn_once(
+                "calls",
+                "All calls of %s since the last log, up to step %d, failed%s. The answers were told so and went"
+                " on: completions.jsonl has them.",
+                "--tools" if self._standalone_tools else "--environments",
+                self.state.global_step,
+                next((f", one with {turn['content']}" for turn in turns), ""),
+            )
+
+
+def _told(prompt: Any) -> Any:
+    """A prompt without its pictures, of which only the places are written down."""
+    if isinstance(prompt, str):
+        return prompt
+    return [in_parts(turn) if isinstance(turn["content"], list) else turn for turn in prompt]
+
+
+def _extend(into: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _extend(into[name], value)
+        else:
+            into[name].extend(value)
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _on(device, item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_on(device, item) for item in value]
+    return value.to(device) if isinstance(value, torch.Tensor) else value

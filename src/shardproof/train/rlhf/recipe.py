@@ -1,0 +1,349 @@
+"""Preference and reinforcement training, from top to bottom: prepare once, then train on every rank.
+
+The algorithms are TRL's. Ours: rows and their errors, sharding of every model, their order, what a run leaves behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import shardproof
+from shardproof.data.forms.preferences import JUDGED, PAIRS, PREFERENCE_FIELDS
+from shardproof.data.rows import read_rows
+from shardproof.errors import ConfigError
+from shardproof.models.classes import check_one_backbone
+from shardproof.models.family import CAUSAL, TALKER, anatomy
+from shardproof.models.packed import check_can_unpack
+from shardproof.models.scorers import SCORER, VALUER
+from shardproof.plugins import load
+from shardproof.train import run
+from shardproof.train.adapters.adding import lora, with_adapters
+from shardproof.train.adapters.beginning import takes_from_weights
+from shardproof.train.adapters.begun import adapter_folder
+from shardproof.train.folder import RunFolder
+from shardproof.train.model.declared import check_shares_rows, declared
+from shardproof.train.model.lacking import without_lacking
+from shardproof.train.model.loading import check_model_source, first_line, is_local, load_model, load_tokenizer
+from shardproof.train.model.parts import choose_parts, in_bits
+from shardproof.train.model.reward_models import check_reward_model, pads_with
+from shardproof.train.options.config import Batch, SftConfig
+from shardproof.train.options.contradictions import check_columns
+from shardproof.train.options.named import check_named
+from shardproof.train.options.option import flag
+from shardproof.train.options.rlhf_config import REWARDED, SAME, RlhfConfig
+from shardproof.train.options.settings import arguments, for_any_trainer, mixed_precision
+from shardproof.train.rlhf.algorithms import ALGORITHMS, check_algorithm, own_arguments
+from shardproof.train.rlhf.environments import check_environments, check_room, factory_of
+from shardproof.train.rlhf.pictures import (
+    ANSWERED,
+    are_pictured,
+    first_with_files,
+    marks_of,
+)
+from shardproof.train.rlhf.rewards import check_rewarded, check_rewards, load_rewards
+from shardproof.train.rlhf.rows import encode, form_of
+from shardproof.train.rlhf.tools import check_tools, load_tools
+from shardproof.train.rlhf.variants import warn_of_dropout
+from shardproof.train.rlhf.vllm import check_fits, check_server, drawn_without, room_of
+from shardproof.train.rows.media import check_backbone, media_limits
+from shardproof.train.rows.plain import warn_of_plain
+from shardproof.train.run import Prepared, View, Write
+
+OF_STATES = ("dpo", "kto", "grpo", "rloo", "ppo")  # their trainers ask the model for hidden states, not logits
+
+
+@dataclass
+class RlhfPrepared(Prepared):
+    """A run that can start."""
+
+    @property
+    def rows_a_step(self) -> int:
+        """Of algorithms that generate, a batch counts answers, of which each row gets several."""
+        if self.config.rlhf_type not in REWARDED:
+            return self.batch.whole
+        return max(self.batch.whole // (self.config.generations * self.config.num_iterations), 1)
+
+
+def check(config: RlhfConfig, world_size: int) -> Batch:
+    """What can be known from the options alone; imports nothing heavy."""
+    check_named(config)
+    check_columns(config.columns, PREFERENCE_FIELDS, others=config.rlhf_type in REWARDED)
+    batch = run.check(config, world_size)
+    check_tools(config)
+    check_environments(config)
+    check_algorithm(config, batch)
+    check_can_go_on(config)
+    if config.adapters and (config.freeze or config.train_parts):
+        raise ConfigError(  # asking the reference, PEFT makes all of them trainable again
+            "--adapters and --freeze or --train-parts: rlhf continues training all adapters. Leave one of them out."
+        )
+    if TALKER in (config.train_parts or ()):
+        raise ConfigError(
+            f"--train-parts {TALKER}: rlhf compares or rewards words, and a {TALKER} learns codes of speech from sft. "
+            "Leave it out."
+        )
+    if config.ref_adapters not in (None, SAME):
+        adapter_folder(config.ref_adapters, "--ref-adapters")
+    check_rewards(config.reward_funcs, config.format_pattern, plugins=bool(config.external_plugins))
+    for option in ("ref_model", "teacher_model", "value_model", "reward_model"):
+        named = getattr(config, option)
+        for model in named if isinstance(named, list) else [named] if named is not None else []:
+            check_model_source(model, flag(option))
+            if is_local(model) and not config.external_plugins:
+                check_can_unpack(model)
+            if option == "reward_model" and is_local(model):
+                check_reward_model(model)
+    if config.rlhf_type in REWARDED:
+        batch.unit = "answers"
+    return batch
+
+
+def check_scorer(config: RlhfConfig) -> None:
+    """Raise ConfigError for a model that is to give scores or values, and cannot."""
+    if config.rlhf_type == "rm":
+        check_backbone(config, SCORER)
+    if config.rlhf_type == "ppo":
+        check_backbone(config, VALUER, config.value_model)
+
+
+def check_can_go_on(config: RlhfConfig) -> None:
+    """Raise ConfigError for a run that could not be the same after a checkpoint."""
+    if config.resume is None and (config.save_only_model or not config.writes_checkpoints):
+        return
+    why = None
+    if config.rlhf_type == "ppo":
+        why = "--rlhf-type ppo trains two models, and a checkpoint holds one"
+    if config.sync_ref_steps:
+        why = "--sync-ref-steps moves the reference, which is not in a checkpoint"
+    if config.precompute_ref:
+        why = "--precompute-ref asks the model as it was before the first step, which is gone when a run goes on"
+    if why:
+        raise ConfigError(f"{why}: leave out --save-steps and --resume, or add --save-only-model.")
+
+
+def read(config: RlhfConfig) -> tuple[Any, Any]:
+    """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy.
+
+    Raises:
+        DataError: a file is missing, or a row is bad.
+    """
+    return run.read(config, read_rows, form_of(config))
+
+
+def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
+    """Make the tokenizer and the output folder, bring the rows that `read` gave into TRL's form.
+
+    Raises:
+        ConfigError, DataError: everything a user can put right, found before any process is started.
+    """
+    batch = check(config, world_size)
+    check_rewarded(config, batch, rows, val_rows)
+    if config.use_vllm and config.vllm_mode == "server":
+        check_server(config)
+    check_scorer(config)
+    if config.sequence_parallel > 1:
+        check_shares_rows(config)
+    _check_balance(config)
+    warn_of_dropout(config)
+    auto = SCORER if config.rlhf_type == "rm" else CAUSAL
+    to_learn = partial(_encoded, config, files_at=first_with_files(rows, val_rows))
+    prepared = run.prepare(config, batch, rows, val_rows, to_learn, RlhfPrepared, auto)
+    answers = {PAIRS: " response=chosen rejected_response=rejected", JUDGED: " response=completion"}
+    warn_of_plain(rows, prepared.tokenizer, f"query=prompt{answers.get(form_of(config), '')}")
+    return _on_disk(prepared) if config.precompute_ref else prepared
+
+
+def _encoded(config: RlhfConfig, rows: Any, processing: Any, files_at: str) -> Any:
+    encoded = encode(config, rows, processing, files_at)
+    check_fits(config, encoded)
+    return encoded
+
+
+def _check_balance(config: RlhfConfig) -> None:
+    """TRL asks mixtures of experts for the term that balances them by itself, of as many as `num_experts` says. What
+    routers give inside of reentrant checkpointing has no gradient."""
+    found, kind = declared(config), config.rlhf_type
+    if found is None:
+        return
+    text = found.get_text_config()
+    by_itself = kind in ("dpo", "kto", "grpo", "rloo", "ppo") and hasattr(text, "output_router_logits")
+    by_config = kind in ("orpo", "simpo", "cpo") and getattr(text, "output_router_logits", False)
+    if not ((by_itself or by_config) and getattr(text, "router_aux_loss_coef", 0)):
+        return
+    off = "have router_aux_loss_coef 0 in the model's config.json."
+    if config.checkpointing_reentrant:
+        raise ConfigError(
+            f"--checkpointing-reentrant: the loss of {kind} has a term that balances the experts of {config.model}, "
+            f"and what routers give inside of that has no gradient.\nLeave --checkpointing-reentrant out, or {off}"
+        )
+    if by_itself and not hasattr(text, "num_experts"):
+        raise ConfigError(
+            f"--rlhf-type {kind}: TRL adds a term to the loss that balances the experts of {config.model}, and cannot "
+            f"compute it for models of this kind ({text.model_type}).\nTo train without it, {off}"
+        )
+
+
+def _on_disk(prepared: Prepared) -> Prepared:
+    """What TRL computes once it writes beside the rows, and there every rank must find it."""
+    import datasets
+
+    with RunFolder(prepared.folder).discarded_if_it_fails():
+        for name, rows in (("rows", prepared.rows), ("val_rows", prepared.val_rows)):
+            if rows is not None:
+                place = str(RunFolder(prepared.folder).rows / name)
+                rows.save_to_disk(place)
+                stored = datasets.load_from_disk(place)
+                stored.report, stored.places = rows.report, rows.places
+                setattr(prepared, name, stored)
+    return prepared
+
+
+# --- training ----------------------------------------------------------------------------------------
+
+
+def import_libraries(config: RlhfConfig) -> None:
+    """Import what `train` needs, before ranks are forked."""
+    import shardproof.train.rlhf.trainers  # noqa: F401
+
+    ALGORITHMS[config.rlhf_type].classes()
+
+
+def train(prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:
+    """Train on this rank and save. Collective: every rank of the process group calls it.
+
+    Any of `signals` ends training after the step it comes in, and the weights of that step are saved.
+
+    Returns: the signal that ended training, or 0.
+    """
+    from shardproof.train.rlhf.trainers import trainer_class
+
+    config: RlhfConfig = prepared.config
+    kind = config.rlhf_type
+    trl_trainer, trl_arguments = ALGORITHMS[kind].classes()
+    scored, pictured = kind == "rm", are_pictured(prepared.rows)
+    head: dict[str, Any] = {"num_labels": 1} if scored else {}
+    auto = SCORER if scored else CAUSAL
+    # TRL keeps what it asks once under a name that it makes of the weights themselves.
+    model = load_model(prepared.model, config, auto, config.model_type, to_shard=not config.precompute_ref, **head)
+    if scored:
+        pads_with(model, prepared.tokenizer.pad_token_id)
+    model = in_bits(model, config)
+    if pictured and kind in OF_STATES:
+        check_one_backbone(model, "TRL")
+    task = "SEQ_CLS" if scored else "CAUSAL_LM"
+    config = without_lacking(config, anatomy(model).parts)  # a plugin's model is asked here
+    new = None
+    if config.adapters or takes_from_weights(config):  # TRL's reference then has a copy of what they begin with
+        model = with_adapters(model, config, task)
+    elif config.tuner == "lora":
+        new = lora(config, task, model, choose_parts(model, config))
+    else:
+        choose_parts(model, config)
+
+    own, marks, collating = own_arguments(config, prepared.batch), marks_of(prepared.processing, model), {}
+    if pictured and kind in ANSWERED:
+        from shardproof.train.rlhf.pictured_batches import collator_for
+
+        collating["data_collator"] = collator_for(prepared.rows, kind, config.max_length, marks)
+    if kind in REWARDED and marks:
+        own["generation_kwargs"] = drawn_without(marks) if config.use_vllm else {"suppress_tokens": marks}
+    if config.use_vllm and config.vllm_mode == "colocate":
+        own["vllm_max_model_length"] = room_of(config, model.config)
+
+    def make_trainer(callbacks: list[Any], reporter: Any) -> Any:
+        try:
+            return trainer_class(trl_trainer)(
+                model=model,
+                args=trl_arguments(**arguments(prepared), **own, bf16=False),
+                processing_class=prepared.processing if pictured else prepared.tokenizer,
+                **collating,
+                peft_config=new,
+                ref_adapters=config.ref_adapters,
+                **for_any_trainer(prepared, callbacks),
+                frozen_stage=config.frozen_stage,
+                frozen_precision=_precision(config.frozen_precision),
+                reporter=reporter if config.log_completions else None,
+                **_other_models(prepared),
+            )
+        except ValueError as error:  # TRL and PEFT check what they are given
+            raise ConfigError(f"--rlhf-type {kind}: {first_line(error)}") from error
+
+    return run.train(prepared, model, make_trainer, view, write, signals)
+
+
+def _precision(name: str | None) -> Any:
+    """Of a model beside the one that is trained; None leaves it to --precision, which fp32 does not."""
+    if name == "fp32":
+        import torch
+
+        return shardproof.MixedPrecision(compute=torch.float32)
+    return mixed_precision(name) if name else None
+
+
+def _load_other(
+    name: str, source: str, config: RlhfConfig, kind: str = CAUSAL, to_shard: bool = True, **more: Any
+) -> Any:
+    """The model of this option, which knows how it is to be sharded."""
+    from shardproof.integrations.prepared import shard_as
+
+    if kind != CAUSAL or getattr(config, name):  # it may be of another class than the one that is tried
+        config = config.model_copy(update={"padding_free": False, "sequence_parallel": 1})
+    model = load_model(source, config, kind, to_shard=to_shard, **more)
+    return shard_as(model, config.model_stages.get(name), _precision(config.model_precisions.get(name)))
+
+
+def _reads(config: RlhfConfig, rows: Any, judge: str) -> Any:
+    """What stands between TRL and a reward model: nothing where it is asked about conversations of text."""
+    from shardproof.models.processors import load_processor
+    from shardproof.train.rlhf.judging import Reads, ReadsTexts
+
+    if not are_pictured(rows):
+        return ReadsTexts(load_tokenizer(judge, config)) if isinstance(rows[0]["prompt"], str) else None
+    processor = load_processor(judge, config.trust_remote_code)
+    return Reads(processor, media_limits(config, processor))
+
+
+def _other_models(prepared: Prepared) -> dict[str, Any]:
+    """The models and functions that take part besides the one that is trained."""
+    config: RlhfConfig = prepared.config
+    kind = config.rlhf_type
+    more: dict[str, Any] = {}
+    head: dict[str, Any] = {"num_labels": 1}
+    if kind in REWARDED:
+        functions = load_rewards(
+            config.reward_funcs,
+            config.format_pattern,
+            config.max_completion_length,
+            load(config.external_plugins),
+            alone=not (config.reward_model or config.environments),
+        )
+        judges = [_load_other("reward_model", m, config, SCORER, **head) for m in config.reward_model]
+        more["reward_funcs"] = [*functions, *judges]
+        if judges:
+            read = [_reads(config, prepared.rows, model) for model in config.reward_model]
+            more["reward_processing_classes"] = [*(None for _ in functions), *read]
+        if config.dynamic_sample:
+            more["resamples"] = config.max_resample_times
+        if config.tools:
+            more["tools"] = load_tools(config.tools)
+        if config.environments:
+            more["environment_factory"] = factory_of(config.environments)
+            more["check_prompts"] = partial(check_room, config.environments, config.max_length)
+        if config.tuner == "full":
+            more["make_reference"] = partial(
+                _load_other, "ref_model", prepared.model, config, model_type=config.model_type
+            )
+    if config.ref_model or (kind in ("dpo", "kto") and config.tuner == "full" and not config.precompute_ref):
+        source = config.ref_model or prepared.model
+        more["ref_model"] = _load_other("ref_model", source, config, to_shard=not config.precompute_ref)
+    if kind == "gkd" and config.teacher_model:
+        more["teacher_model"] = _load_other("teacher_model", config.teacher_model, config)
+    if kind == "ppo":
+        source = config.value_model or prepared.model
+        more["value_model"] = value = _load_other("value_model", source, config, VALUER, **head)
+        pads_with(value, prepared.tokenizer.pad_token_id)
+        choose_parts(value, SftConfig())  # nobody asks a talker for values
+    return more

@@ -1,0 +1,280 @@
+"""Rows of preferences and prompts in TRL's form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from shardproof.data.encoding.beside import as_many_as_help
+from shardproof.data.forms.fields import kind_of
+from shardproof.data.forms.formats import Form, with_system
+from shardproof.data.forms.parts import Problem
+from shardproof.data.forms.preferences import JUDGED, PAIRS, PROMPTS
+from shardproof.data.rows import BadRow, Places, pass_over
+from shardproof.errors import ConfigError, DataError
+from shardproof.models.processors import processor_class
+from shardproof.train.model.loading import first_line, tokenizer_of
+from shardproof.train.options.rlhf_config import REWARDED, RlhfConfig
+from shardproof.train.rlhf.algorithms import ALGORITHMS
+from shardproof.train.rlhf.environments import Shown
+from shardproof.train.rlhf.pictures import encode_pictured, first_with_files
+from shardproof.train.rlhf.reward_calls import TAKEN
+from shardproof.train.rlhf.tools import check_called
+
+
+def form_of(config: RlhfConfig) -> Form:
+    """What rows look like. Where all answers are written anew, a teacher's pupil needs none in the rows."""
+    if config.rlhf_type == "gkd" and (config.seq_kd or config.lmbda == 1):
+        return PROMPTS
+    return ALGORITHMS[config.rlhf_type].form
+
+
+@dataclass
+class PairReport:
+    """What became of the rows."""
+
+    rows: int = 0
+    kept: int = 0
+    tokens: int = 0
+    longest: int = 0
+    cut: int = 0
+    longest_kept: int = 0
+    longest_at: str = ""
+    largest_token: int = 0
+    largest_at: str = ""
+
+    def fits(self, row: Any, length: int, config: RlhfConfig) -> bool:
+        """Count a row of so many tokens. Returns whether it is short enough.
+
+        Raises:
+            DataError: it is too long, and that is an error.
+        """
+        self.rows += 1
+        self.longest = max(self.longest, length)
+        if length > config.max_length and config.truncation == "raise":
+            raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {config.max_length}.")
+        fits = length <= config.max_length
+        if length > self.longest_kept and (fits or config.truncation != "drop"):
+            self.longest_kept, self.longest_at = length, row.where
+        return fits
+
+    def __str__(self) -> str:
+        text = f"{self.kept:,} rows of up to {self.longest:,} tokens"
+        return text + (f"; {self.rows - self.kept:,} left out as too long" if self.rows > self.kept else "")
+
+
+def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None = None) -> Any:
+    """A dataset in TRL's words, without the rows that are too long. Its attribute `report` says what was left out.
+
+    Args:
+        files_at: where the run has a row with files; by default these rows are all it has.
+    """
+    import datasets
+    import pyarrow
+
+    check_called(config, processing)
+    if files_at := first_with_files(rows) if files_at is None else files_at:
+        if config.precompute_ref:
+            raise ConfigError("--precompute-ref: the reference is asked once for rows of text only, not for pictures.")
+        for judge in config.reward_model:
+            _check_reads(config, "--reward-model", judge)
+        if config.teacher_model:
+            _check_reads(config, "--teacher-model", config.teacher_model)
+        for option in ("tools", "environments"):
+            if getattr(config, option):
+                raise ConfigError(f"--{option}: answers call functions about text only, and these rows have files.")
+        if config.dynamic_sample:
+            raise ConfigError("--dynamic-sample: other questions are asked in rows of text only, and these have files.")
+        if config.group_by_length:
+            raise ConfigError("--group-by-length: how many tokens a row with pictures has is known only in training.")
+        prompts = config.rlhf_type in REWARDED
+        if processing is tokenizer_of(processing):
+            raise ConfigError(f"{files_at}: rows name files, and {config.model} is a model of text.")
+        return encode_pictured(config, rows, processing, partial(example_of, config), prompts, PairReport())
+    report, kept, places, bad = PairReport(), [], Places(), []
+    for row, (example, found) in _examples(config, rows, tokenizer_of(processing)):
+        if isinstance(found, str):
+            bad.append(BadRow(row.source, row.line, found))
+            continue
+        length, largest = found
+        fits = report.fits(row, length, config)
+        if example is None or (config.truncation == "drop" and not fits):
+            continue
+        report.cut += not fits
+        if largest > report.largest_token:
+            report.largest_token, report.largest_at = largest, row.where
+        kept.append(example)
+        places.append(row)
+    pass_over(rows, bad, report.rows, config.bad_rows)
+    report.kept = len(kept)
+    if not kept:
+        raise DataError(
+            f"Every row is longer than --max-length {config.max_length} (the longest: {report.longest} tokens).\n"
+            "Raise --max-length."
+        )
+    if mixed := _mixed_column(kept, places):
+        raise DataError(mixed)
+    names = dict.fromkeys(name for example in kept for name in example)  # of all rows: the first may lack some
+    try:
+        # In a table without JSON each object would get the keys of all others: calls of tools, for example.
+        columns = {name: [example.get(name) for example in kept] for name in names}
+        dataset = datasets.Dataset.from_dict(columns, on_mixed_types="use_json")
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
+        raise DataError(f"The rows cannot be put together: {first_line(error)}") from error
+    dataset.report, dataset.places = report, places
+    return dataset
+
+
+def _check_reads(config: RlhfConfig, option: str, model: str) -> None:
+    """Raise ConfigError for a model beside the one that is trained which does not read files as that does."""
+    ours, theirs = processor_class(config.model), processor_class(model)
+    if theirs is None:
+        raise ConfigError(f"{option} {model} is a model of text, and these rows have files, which it is to read, too.")
+    if ours not in (None, theirs):
+        raise ConfigError(
+            f"{option} {model} has a {theirs}, and {config.model} a {ours}. These rows have files, which"
+            " both are given as one of them takes them: take one of the same family."
+        )
+
+
+def _mixed_column(examples: Sequence[dict[str, Any]], places: Places) -> str:
+    """Which column holds values of two kinds, and where, or nothing."""
+    kinds: dict[str, tuple[str, int]] = {}
+    for number, example in enumerate(examples):
+        for column, value in example.items():
+            if value is None:
+                continue
+            kind = "a number" if isinstance(value, (int, float)) else kind_of(value)
+            first, at = kinds.setdefault(column, (kind, number))
+            if kind != first:
+                return (
+                    f"The column {column!r} holds {first} in {places[at]} and {kind} in {places[number]}.\n"
+                    "Give it one kind of value in all rows: rewards get the whole column."
+                )
+    return ""
+
+
+# What TRL wants of a row, or None where cutting it would leave nothing of its answer; how many tokens it has at most
+# and the one of the largest number, or why it cannot be used.
+Example = tuple[dict[str, Any] | None, tuple[int, int] | str]
+
+
+def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[Any, Example]]:
+    from shardproof.data.encoding.encode import begin_of_text, walk
+    from shardproof.data.encoding.seen import Seen
+    from shardproof.data.encoding.template import Template
+
+    first: Any = next(iter(rows), None)
+    template = Template(tokenizer) if first is not None and first.kind == "chat" else None
+    seen = Seen(template, config.system) if template is not None else None
+    prompts, shown = ALGORITHMS[config.rlhf_type].form is PROMPTS, Shown(config)
+    begin = begin_of_text(tokenizer) if first is not None and first.kind == "text" else ""  # TRL has it put there
+
+    def made(some: Iterable[Any]) -> Iterator[tuple[Any, Example]]:
+        for row in some:
+            if row.kind != first.kind:
+                texts, chats = (row, first) if row.kind == "text" else (first, row)
+                raise DataError(
+                    f"{texts.where} is plain text and {chats.where} is a conversation, and a run takes one of the two."
+                    "\nWrite the text as a conversation ('messages', or 'query' and 'response'), or train on one of"
+                    " the two."
+                )
+            if begin and row.messages[0]["content"].startswith(begin):
+                prompt = row.messages[0]["content"].removeprefix(begin)
+                row = replace(row, messages=[{**row.messages[0], "content": prompt}, *row.messages[1:]])
+            try:
+                example, conversations = example_of(config, row, seen)
+                tools = shown.of(row)
+                each = [_tokens(turns, row, template, seen, tokenizer, prompts, tools) for turns in conversations]
+                if ALGORITHMS[config.rlhf_type].experimental and row.extra.get("tools"):
+                    raise Problem(f"it has tools, and with --rlhf-type {config.rlhf_type} the model would not see them")
+            except Problem as problem:
+                yield row, (None, str(problem))
+            else:
+                length, largest = max(map(len, each)), max(token for tokens in each for token in tokens or [0])
+                cut = length > config.max_length and config.truncation == "right"
+                lost = cut and _question(example, row, template, tokenizer) >= config.max_length
+                yield row, (None if lost else example, (length, largest))
+
+    yield from walk(rows, made, as_many_as_help(config.workers))
+
+
+def _tokens(
+    conversation: list[dict[str, Any]],
+    row: Any,
+    template: Any,
+    seen: Any,
+    tokenizer: Any,
+    prompt: bool,
+    tools: list[Any] | None,
+) -> Sequence[int]:
+    """Tokens of one conversation of a row; raises Problem where the template refuses it, or loses some of it."""
+    from shardproof.data.encoding.seen import refusals
+
+    if row.kind == "chat":
+        with refusals():
+            seen.check(row, conversation)
+            text = template.render(conversation, prompt=prompt, tools=tools)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
+    text, end = "".join(turn["content"] for turn in conversation), tokenizer.eos_token or ""
+    ended = text if prompt or text.endswith(end) else text + end  # as TRL does
+    return tokenizer(ended)["input_ids"]  # type: ignore[no-any-return]
+
+
+def _question(example: dict[str, Any], row: Any, template: Any, tokenizer: Any) -> int:
+    """Tokens before the answer."""
+    if row.kind != "chat":
+        return len(tokenizer(example["prompt"])["input_ids"])
+    text = template.render(example["prompt"], prompt=True, tools=row.extra.get("tools"))
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def example_of(config: RlhfConfig, row: Any, seen: Any = None) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
+    """What TRL wants of a row, and the conversations in it. `seen`: what the chat template writes, of conversations.
+
+    Raises:
+        Problem: the algorithm would pass over something in the row.
+    """
+    form, chat = form_of(config), row.kind == "chat"
+    if config.rlhf_type == "rm" and row.extra.get("margin"):
+        raise Problem("it has a 'margin', and answers are compared without one here: take that column out of the rows")
+
+    def words(part: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [_bare(turn) for turn in (part if seen is None else seen.in_its_words(part))]
+
+    split = row.extra.get("split", len(row.messages))
+    turns, answer = words(row.messages[:split]), words(row.messages[split:])
+    split, turns = len(turns), turns + answer
+    if chat:
+        before, turns = len(turns), with_system(turns, config.system)
+        split += len(turns) - before
+
+    def said(part: list[dict[str, Any]]) -> Any:
+        return part if chat else part[0]["content"]
+
+    conversations = [turns]
+    if form is PAIRS:
+        worse = words(row.extra["rejected"])
+        example = {"prompt": said(turns[:split]), "chosen": said(turns[split:]), "rejected": said(worse)}
+        conversations.append(turns[:split] + worse)
+    elif form is JUDGED:
+        example = {"prompt": said(turns[:split]), "completion": said(turns[split:]), "label": row.extra["label"]}
+    elif config.rlhf_type == "gkd" and form is PROMPTS and chat:
+        example = {"messages": [*turns, {"role": "assistant", "content": ""}]}
+    elif config.rlhf_type != "gkd" and form is PROMPTS:
+        columns = {name: value for name, value in row.extra["columns"].items() if name not in TAKEN}
+        example = {**columns, "prompt": said(turns)}
+    elif not chat:
+        raise DataError(f"{row.where}: --rlhf-type gkd takes conversations, such as 'messages' or 'query'.")
+    else:
+        example = {"messages": turns}
+    if row.extra.get("tools") and form is not PROMPTS:
+        example["tools"] = row.extra["tools"]
+    return example, conversations
+
+
+def _bare(turn: dict[str, Any]) -> dict[str, Any]:
+    """A turn as TRL's templates want it."""
+    return {name: value for name, value in turn.items() if name != "loss"}

@@ -1,0 +1,170 @@
+"""Functions that the model may call while it writes an answer (--tools of grpo).
+
+TRL describes them to the model in its chat template, runs what an answer calls, and has the model go on with what came
+out, until an answer calls nothing more. What functions return is in the answer, and is not learnt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from shardproof.errors import ConfigError
+from shardproof.train.model.loading import first_line, tokenizer_of
+from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.rlhf.functions import check_there, function_of, is_in_file
+from shardproof.train.rlhf.vllm import together_by
+
+OPTION = "--tools"
+
+
+def check_tools(config: RlhfConfig) -> None:
+    """Raise ConfigError for a function that cannot be found, without running any code."""
+    check_named(config, OPTION, "function", "two functions are called {}, and the model could not tell them apart")
+
+
+def check_named(config: RlhfConfig, option: str, word: str, twice: str) -> None:
+    """Raise ConfigError for something in a file that answers cannot call. `twice`: why names have to differ."""
+    named: list[str] = getattr(config, option.removeprefix("--"))
+    for name in named:
+        if not is_in_file(name):
+            raise ConfigError(f"{option} {name}: name a {word} in a file, FILE.py:{word.upper()}.")
+        check_there(option, name, word)
+    together = together_by(config)
+    if named and together:
+        raise ConfigError(
+            f"{option} and {together}, and answers of some call more often"
+            " than those of others, which would not ask. Leave one of them out."
+        )
+    names = [name.rpartition(":")[2] for name in named]
+    again = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if again:
+        raise ConfigError(f"{option}: {twice.format(again)}.")
+
+
+def load_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
+    """The functions, with what they return as texts.
+
+    Raises:
+        ConfigError: as `descriptions` does.
+    """
+    descriptions(names)
+    return [telling(function_of(OPTION, name)) for name in names]
+
+
+def telling(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with what it returns as a text: TRL takes lists for the parts of a turn, of which chat templates of
+    models of text write down nothing. One that wants to end the process has failed, as any that raises."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def later(*args: Any, **kwargs: Any) -> Any:
+            with _staying():
+                return _as_text(await function(*args, **kwargs))
+
+        return later
+
+    @functools.wraps(function)
+    def now(*args: Any, **kwargs: Any) -> Any:
+        with _staying():
+            return _as_text(function(*args, **kwargs))
+
+    return now
+
+
+@contextlib.contextmanager
+def _staying() -> Iterator[None]:
+    try:
+        yield
+    except SystemExit as end:
+        raise RuntimeError(f"SystemExit: {end.code}") from end
+
+
+def _as_text(value: Any) -> str:
+    """Raises ValueError for a picture, which the model is told as any other failure of a call."""
+    parts = value if isinstance(value, list) and value and all(isinstance(part, dict) for part in value) else []
+    if any(part.get("type") == "image" and "image" in part for part in parts):
+        raise ValueError("it returned a picture, and answers go on with text only")
+    if parts and all(part.get("type") == "text" and "text" in part for part in parts):
+        return "".join(str(part["text"]) for part in parts)
+    return str(value)
+
+
+def descriptions(names: Sequence[str]) -> list[dict[str, Any]] | None:
+    """What chat templates tell the model of these functions, or None where there are none.
+
+    Raises:
+        ConfigError: a file fails when it is run, a function does not say what it does, in its docstring and the
+            types of its arguments, or two of them have one name of their own, by which the model calls them.
+    """
+    found = [description_of(OPTION, name, function_of(OPTION, name)) for name in names]
+    named: dict[str, str] = {}
+    for name, description in zip(names, found, strict=True):
+        own = own_name(description)
+        if own in named:
+            raise ConfigError(
+                f"{OPTION} {named[own]} {name}: both functions call themselves {own} (__name__), and the model could"
+                " not tell them apart."
+            )
+        named[own] = name
+    return found or None
+
+
+def own_name(description: dict[str, Any]) -> str:
+    """By which the model calls the function."""
+    return str(description["function"]["name"])
+
+
+def description_of(option: str, name: str, function: Any) -> dict[str, Any]:
+    """What chat templates tell the model of a function.
+
+    Raises:
+        ConfigError: it does not say what it does.
+    """
+    from transformers.utils import get_json_schema
+
+    try:
+        return dict(get_json_schema(function))
+    except Exception as error:  # several kinds of its own
+        why = first_line(error).rstrip(".!")
+        raise ConfigError(
+            f"{option} {name}: {why}.\nThe model learns what a function does from its docstring (Google's form, with"
+            " 'Args:') and from the types of its arguments: write both."
+        ) from error
+
+
+def check_called(config: RlhfConfig, processing: Any) -> None:
+    """Raise ConfigError for a chat template that has no words for calls, or from whose answers none can be read."""
+    option = OPTION if config.tools else "--environments"
+    if not (config.tools or config.environments):
+        return
+    from trl.chat_template_utils import (
+        add_response_schema,
+        get_training_chat_template,
+        is_chat_template_prefix_preserving,
+        supports_tool_calling,
+    )
+
+    tokenizer = copy.copy(tokenizer_of(processing))
+    if not supports_tool_calling(tokenizer):
+        raise ConfigError(
+            f"{option}: the chat template of {config.model} has no words for calls of functions and what they return."
+            " Take a model that was made for them, or give its template by --chat-template."
+        )
+    try:
+        if (
+            getattr(tokenizer, "response_template", None) is None
+            and getattr(tokenizer, "response_schema", None) is None
+        ):
+            add_response_schema(tokenizer)
+        if not is_chat_template_prefix_preserving(tokenizer):
+            get_training_chat_template(tokenizer)
+    except ValueError as error:
+        raise ConfigError(
+            f"{option}: TRL does not know how answers in the chat template of {config.model} call functions. It knows"
+            " those of Qwen2.5, Qwen3, Llama 3.1, gpt-oss, GLM-4 and others as they were published."
+        ) from error

@@ -1,0 +1,201 @@
+"""Options that mean something to some variants of an algorithm only: TRL ignores them elsewhere, or fails late."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Callable
+
+from shardproof.errors import ConfigError
+from shardproof.train.options.option import flag
+from shardproof.train.options.rlhf_config import REWARDED, RlhfConfig
+
+log = logging.getLogger("shardproof")
+
+LOSS = {"dpo": "sigmoid", "cpo": "sigmoid", "grpo": "dapo"}  # TRL's, where none is named
+
+_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+# The losses that look at an option.
+OF_LOSSES: dict[str, dict[str, tuple[str, ...]]] = {
+    "dpo": {
+        "label_smoothing": ("robust", "exo_pair", "aot", "aot_unpaired"),
+        "discopop_tau": ("discopop",),
+    },
+    "cpo": {
+        "label_smoothing": ("sigmoid", "simpo", "alphapo"),
+        "cpo_alpha": ("sigmoid", "hinge", "ipo", "simpo"),
+    },
+    "grpo": {
+        "epsilon": (*_CLIPPED, "cispo"),  # of which --epsilon-high is the default
+        "epsilon_high": (*_CLIPPED, "cispo"),
+        "delta": _CLIPPED,
+        "importance_sampling_level": (*_CLIPPED, "cispo", "sapo"),
+        **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), ("sapo",)),
+        **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), ("vespo",)),
+    },
+}
+
+_OF_PAIRS = tuple(f"{what}/{which}" for what in ("rewards", "logps", "logits") for which in ("chosen", "rejected"))
+_COMPARED = (*_OF_PAIRS, "rewards/margins", "rewards/accuracies")
+_OF_ANSWERS = (
+    *("reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "aux_loss"),
+    *(f"completions/{most}_{length}" for length in ("length", "terminated_length") for most in ("mean", "min", "max")),
+    *("completions/clipped_ratio", "clip_ratio/low_mean", "clip_ratio/low_min", "clip_ratio/high_mean"),
+    *("clip_ratio/high_max", "clip_ratio/region_mean"),
+)
+# What TRL's evaluations tell besides the loss, in any variant.
+FIGURES: dict[str, tuple[str, ...]] = {
+    "dpo": (*_COMPARED, "entropy", "mean_token_accuracy", "aux_loss"),
+    "kto": (*_OF_PAIRS, "rewards/margins", "kl", "entropy", "aux_loss"),
+    "orpo": (*_COMPARED, "nll_loss", "log_odds_ratio", "log_odds_chosen"),
+    **dict.fromkeys(("cpo", "simpo"), (*_COMPARED, "nll_loss")),
+    "rm": ("accuracy", "margin", "min_reward", "mean_reward", "max_reward"),
+    "gkd": (),
+    "grpo": (
+        *_OF_ANSWERS,
+        *("policy_loss", "entropy_coef", "cispo_clip_ratio", "vespo/phi_seq_mean"),
+        *("tools/call_frequency", "tools/failure_frequency"),
+        *(f"sampling/importance_sampling_ratio/{which}" for which in ("mean", "min", "max")),
+        *(f"sampling/sampling_logp_difference/{which}" for which in ("mean", "max")),
+    ),
+    "rloo": _OF_ANSWERS,
+    "ppo": (*_OF_ANSWERS, "value_loss"),
+}
+
+_NEEDS = Callable[[RlhfConfig], object]
+_ADAPTIVE: tuple[_NEEDS, str] = (
+    lambda config: config.trl_arguments.get("use_adaptive_entropy"),
+    "--trl-arguments use_adaptive_entropy=yes",
+)
+_VLLM: tuple[_NEEDS, str] = (lambda config: config.use_vllm, "--use-vllm")
+# Arguments of TRL's that are looked at beside an option only: whether it is there, and how it is written.
+BESIDE: dict[str, tuple[_NEEDS, str]] = {
+    "ref_model_mixup_alpha": (lambda config: config.sync_ref_steps, "--sync-ref-steps"),
+    "f_alpha_divergence_coef": (
+        lambda config: config.trl_arguments.get("f_divergence_type") == "alpha_divergence",
+        "--trl-arguments f_divergence_type=alpha_divergence",
+    ),
+    "use_bias_correction_kl": (lambda config: refers(config), "--beta above 0"),
+    **dict.fromkeys(("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"), _ADAPTIVE),
+    **dict.fromkeys(
+        ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+        _VLLM,
+    ),
+}
+# Options of ours of which the same is true.
+OPTIONS_BESIDE: dict[str, tuple[_NEEDS, str]] = {
+    "max_tool_calling_iterations": (lambda config: config.tools or config.environments, "--tools or --environments"),
+    "max_resample_times": (lambda config: config.dynamic_sample, "--dynamic-sample"),
+}
+# What TRL has an f-divergence for, and cannot weigh by how likely answers are.
+DIVERGING = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
+DIVIDED = ("ipo", "sppo_hard", "simpo", "alphapo")  # by --beta
+UNWEIGHED = ("aot", "aot_unpaired", "hinge", "sft")
+WITH_DROPOUT = ("grpo", "rloo", "ppo")  # in the others TRL turns off all that a model has, adapters' too
+
+
+def refers(config: RlhfConfig) -> bool:
+    """Whether an algorithm that generates compares with a reference."""
+    return bool(config.beta) or (config.beta is None and config.rlhf_type != "grpo")
+
+
+def check_variant(config: RlhfConfig) -> None:
+    """Raise ConfigError for an option that the loss or another option leaves without a meaning, or that it lacks."""
+    kind = config.rlhf_type
+    losses = config.loss_type or [LOSS.get(kind, kind)]
+    for name, known in OF_LOSSES.get(kind, {}).items():
+        if (said := _said(config, name)) and not {*losses} & {*known}:
+            raise ConfigError(f"{said} means nothing to --loss-type {' '.join(losses)}; it is for {', '.join(known)}.")
+    for name, (there, option) in (BESIDE | OPTIONS_BESIDE).items():
+        if (said := _said(config, name)) and not there(config):
+            raise ConfigError(f"{said} means nothing without {option}: add that, or leave it out.")
+    if "ref_model" in {*config.model_stages, *config.model_precisions} and kind in REWARDED and not refers(config):
+        raise ConfigError(
+            f"--model-stages or --model-precisions ref_model: --rlhf-type {kind} has a reference with a --beta above 0"
+            " only."
+        )
+    _check_best(config)
+    if config.beta == 0 and _all_by_beta(config, losses):
+        raise ConfigError(
+            f"--beta 0: the loss of {kind} compares answers by a multiple of --beta, or divides by it, so that nothing "
+            "is learnt with 0. Take one above 0, or leave --beta out."
+        )
+    if kind == "gkd" and config.beta is not None and config.beta > 1:
+        raise ConfigError(f"--beta {config.beta:g}: in gkd it goes from 0, the KL divergence, to 1, the reverse one.")
+    for name in ("loss_weights", "reward_weights"):
+        weights = getattr(config, name)
+        if weights and not any(weights) and not config.environments:
+            raise ConfigError(f"{flag(name)} are all 0: nothing would be learnt. Give one of them another weight.")
+    if kind == "dpo":
+        _check_dpo(config, losses)
+
+
+def _all_by_beta(config: RlhfConfig, losses: list[str]) -> bool:
+    """Whether all of the loss is multiplied by --beta, or a part of it divided."""
+    if config.rlhf_type == "simpo" or (config.rlhf_type in ("dpo", "cpo") and {*losses} & {*DIVIDED}):
+        return True
+    if config.rlhf_type == "cpo":  # beside the likelihood of the better answer
+        return config.cpo_alpha == 0
+    return config.rlhf_type == "kto" or (config.rlhf_type == "dpo" and "sft" not in losses)
+
+
+def warn_of_dropout(config: RlhfConfig) -> None:
+    """Say that TRL turns the dropout off that was asked for."""
+    off = config.trl_arguments.get("disable_dropout", config.rlhf_type not in WITH_DROPOUT)
+    if off and config.tuner == "lora" and config.lora_dropout:
+        log.warning(
+            "--lora-dropout %g has no effect: TRL turns dropout off in %s."
+            " Keep it with --trl-arguments disable_dropout=no, or leave it out.",
+            config.lora_dropout,
+            config.rlhf_type,
+        )
+
+
+def _check_best(config: RlhfConfig) -> None:
+    """Raise ConfigError for a name that no figure of an evaluation has. Reward functions of one's own may log more, and
+    of reward models nobody knows yet what TRL calls them."""
+    kind, name = config.rlhf_type, config.best_metric.removeprefix("eval_")
+    known = ["loss", *FIGURES[kind]]
+    if kind in REWARDED:
+        if config.external_plugins or any(":" in name for name in [*config.reward_funcs, *config.environments]):
+            return
+        if config.reward_model and name.startswith("rewards/"):
+            return
+        known += [f"rewards/{function}/{what}" for function in config.reward_funcs for what in ("mean", "std")]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"--best-metric {config.best_metric}: an evaluation of {kind} has the {', '.join(known)}.{hint}"
+        )
+
+
+def _check_dpo(config: RlhfConfig, losses: list[str]) -> None:
+    if config.loss_weights and len(config.loss_weights) != len(losses):
+        raise ConfigError(
+            f"--loss-weights has {len(config.loss_weights)} weight(s) for {len(losses)} --loss-type"
+            f" ({' '.join(losses)}): each has one, in their order."
+        )
+    if "exo_pair" in losses and not config.label_smoothing:
+        raise ConfigError("--loss-type exo_pair needs a --label-smoothing above 0; its paper takes 0.001.")
+    if "robust" in losses and (config.label_smoothing or 0) >= 0.5:
+        raise ConfigError(f"--loss-type robust needs a --label-smoothing below 0.5, not {config.label_smoothing}.")
+    divergence = config.trl_arguments.get("f_divergence_type", "reverse_kl")
+    if divergence != "reverse_kl" and (others := [loss for loss in losses if loss not in DIVERGING]):
+        raise ConfigError(
+            f"--trl-arguments f_divergence_type={divergence} and --loss-type {others[0]}: it is for"
+            f" {', '.join(DIVERGING)}."
+        )
+    if config.trl_arguments.get("use_weighting") and (others := [loss for loss in losses if loss in UNWEIGHED]):
+        raise ConfigError(
+            f"--trl-arguments use_weighting=True and --loss-type {others[0]}: TRL does not weigh this loss. Leave one"
+            " of them out."
+        )
+
+
+def _said(config: RlhfConfig, name: str) -> str:
+    """An option that is not at its default, as it is written, or nothing."""
+    if name in RlhfConfig.model_fields:
+        given = getattr(config, name) != RlhfConfig.model_fields[name].default
+        return flag(name) if given else ""
+    return f"--trl-arguments {name}={config.trl_arguments[name]}" if name in config.trl_arguments else ""

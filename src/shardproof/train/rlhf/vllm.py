@@ -1,0 +1,164 @@
+"""What generates with vLLM, a server or one in each process that trains: asked before models are loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+from shardproof.errors import ConfigError
+from shardproof.models.processors import said_by
+from shardproof.train.model.declared import declared
+from shardproof.train.model.positions import rotary_positions
+from shardproof.train.options.option import flag
+from shardproof.train.options.rlhf_config import RlhfConfig
+
+log = logging.getLogger("shardproof")
+
+# Options of a server, and of a vLLM in the processes.
+SERVED = ("vllm_server", "vllm_server_host", "vllm_server_port", "vllm_server_timeout")
+COLOCATED = ("vllm_gpu_memory_utilization", "vllm_max_model_len", "vllm_tensor_parallel_size", "vllm_sleep")
+
+START = """VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "nccl"}' \
+--logprobs-mode processed_logprobs"""
+PAUSE = 2.0  # seconds between two questions
+ANSWER = 5.0  # seconds until a question counts as not answered
+
+
+def check_vllm(config: RlhfConfig, world_size: int) -> None:
+    """Raise ConfigError for options of vLLM that contradict each other, or that nobody could act on."""
+    given = [name for name in (*SERVED, *COLOCATED, "vllm_mode") if _is_given(config, name)]
+    if given and not config.use_vllm:
+        what = "a vLLM server" if given[0] in SERVED else "vLLM"
+        raise ConfigError(f"{flag(given[0])} is about {what}, and none is asked: add --use-vllm.")
+    other, where = (SERVED, "server") if config.vllm_mode == "colocate" else (COLOCATED, "colocate")
+    idle = next((name for name in given if name in other), None)
+    if idle is not None:
+        raise ConfigError(f"{flag(idle)} means something with --vllm-mode {where} only: leave it out.")
+    if config.vllm_server and {"vllm_server_host", "vllm_server_port"} & {*given}:
+        raise ConfigError("--vllm-server is the whole address: leave out --vllm-server-host and --vllm-server-port.")
+    if not config.use_vllm:
+        return
+    size = config.vllm_tensor_parallel_size
+    if world_size % size:
+        raise ConfigError(f"--vllm-tensor-parallel-size {size} does not divide {world_size} process(es).")
+    if importlib.util.find_spec("vllm") is None:
+        does = "generates" if config.vllm_mode == "colocate" else "TRL's client sends weights to the server"
+        raise ConfigError(
+            f"--use-vllm: the package vllm is not installed here, with which {does}: "
+            "pip install vllm.\nWithout --use-vllm the model itself generates, sharded."
+        )
+
+
+def together_by(config: RlhfConfig) -> str | None:
+    """The option for which all ranks ask vLLM at once, and why; None: each asks when it likes."""
+    if not config.use_vllm:
+        return None
+    if config.vllm_mode == "server":
+        return "--use-vllm: TRL asks the server for all ranks at once"
+    if config.vllm_tensor_parallel_size > 1:
+        return "--vllm-tensor-parallel-size: processes that share a vLLM ask it at once"
+    return "--vllm-sleep: vLLM wakes up without weights, which all ranks gather at once" if config.vllm_sleep else None
+
+
+def vllm_arguments(config: RlhfConfig) -> dict[str, Any]:
+    """What TRL's configuration takes of a run that generates with vLLM."""
+    own: dict[str, Any] = {"use_vllm": True, "vllm_mode": config.vllm_mode}
+    if config.vllm_mode == "server":
+        return own | {
+            "vllm_server_base_url": config.vllm_address,
+            "vllm_server_timeout": config.vllm_server_timeout,
+        }
+    return own | {
+        "vllm_gpu_memory_utilization": config.vllm_gpu_memory_utilization,
+        "vllm_tensor_parallel_size": config.vllm_tensor_parallel_size,
+        "vllm_enable_sleep_mode": config.vllm_sleep,
+    }
+
+
+def drawn_without(tokens: Sequence[int]) -> dict[str, Any]:
+    """What keeps vLLM from drawing these tokens: it knows no `suppress_tokens`, and cuts a bias at 100."""
+    return {"logit_bias": dict.fromkeys(tokens, -100.0)}
+
+
+def room_of(config: RlhfConfig, model_config: Any) -> int:
+    """Tokens that a vLLM in the processes has room for: as many as rows and answers need, if nobody says. Beyond the
+    positions that a model's config names it would not start."""
+    if config.vllm_max_model_len:
+        return config.vllm_max_model_len
+    known = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    needed = config.max_length + config.max_completion_length
+    return min(needed, known) if isinstance(known, int) else needed
+
+
+def check_fits(config: RlhfConfig, rows: Any) -> None:
+    """See that vLLM can be sent weights, and that one in the processes starts, and has room for these rows, as the
+    recipe has encoded them.
+
+    Raises:
+        ConfigError: its weights are packed, it would not start, or end at the longest prompt.
+    """
+    if config.use_vllm and said_by(config.model, "config.json").get("quantization_config"):
+        raise ConfigError(
+            f"--use-vllm: {config.model} has packed weights, in which vLLM would compute, and it is sent unpacked ones."
+            f"\nUnpack it first: shardproof export {config.model} FOLDER, and name that folder as --model."
+        )
+    known = declared(config) if config.use_vllm and config.vllm_mode == "colocate" else None
+    if known is None:
+        return
+    said, positions = config.vllm_max_model_len, rotary_positions(known)
+    plain = (getattr(known.get_text_config(), "rope_parameters", None) or {}).get("rope_type") == "default"
+    if said and positions and plain and said > positions:
+        raise ConfigError(
+            f"--vllm-max-model-len {said}: {config.model} has {positions} positions, and vLLM starts with no more."
+            " Leave it out: there is room for rows and answers."
+        )
+    longest, room = rows.report.longest_kept, room_of(config, known)
+    why = f"--vllm-max-model-len {said}" if said else f"{config.model} has {room} positions"
+    if longest >= room:
+        raise ConfigError(
+            f"{rows.report.longest_at}: the prompt has {longest} tokens, and {why}: no answer has room."
+            f" {'Raise it, or give' if said else 'Give'} --max-length {max(room - 1, 2)}: longer prompts are left out."
+        )
+    if longest + config.max_completion_length > room:
+        log.warning(
+            "%s: vLLM ends answers to the longest prompts (%d tokens, %s) before --max-completion-length %d.",
+            *(why, longest, rows.report.longest_at, config.max_completion_length),
+        )
+
+
+def _is_given(config: RlhfConfig, name: str) -> bool:
+    return bool(getattr(config, name) != RlhfConfig.model_fields[name].default)
+
+
+def check_server(config: RlhfConfig) -> None:
+    """Raise ConfigError if there is no accelerator to send weights from, or the server is not up in time."""
+    from shardproof.zero.device import default_device
+
+    if default_device().type != "cuda":  # ROCm's devices bear that name too
+        raise ConfigError(
+            "--use-vllm: weights go to the server over NCCL, from GPU to GPU, and there is none here.\n"
+            "Without --use-vllm the model itself generates, sharded."
+        )
+    problem = _problem(config.vllm_address)
+    if problem and config.vllm_server_timeout:
+        log.warning("Waiting for the vLLM server at %s (%s).", config.vllm_address, problem)
+    end = time.monotonic() + config.vllm_server_timeout
+    while problem and time.monotonic() < end:
+        time.sleep(PAUSE)
+        problem = _problem(config.vllm_address)
+    if problem:
+        raise ConfigError(f"--use-vllm: no vLLM server at {config.vllm_address} ({problem}).\nStart one with: {START}")
+
+
+def _problem(address: str) -> str:
+    """Why the server cannot be asked, or nothing."""
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=ANSWER):
+            return ""
+    except (OSError, ValueError) as error:  # urllib's errors are OSErrors
+        return str(getattr(error, "reason", None) or error)

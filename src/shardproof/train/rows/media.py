@@ -1,0 +1,170 @@
+"""The options about pictures, sounds and videos, as the data room takes them; and what a talker is to learn."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardproof.data.forms.parts import KINDS
+from shardproof.data.media.limits import LIMITS, SAMPLING_RATE, Limits
+from shardproof.data.rows import BadRow, Rows, describe_bad
+from shardproof.errors import ConfigError, DataError
+from shardproof.models.families import family_of
+from shardproof.models.family import TALKER
+from shardproof.models.processors import processor_class, said_by
+from shardproof.train.model.loading import TINY, load_model, tokenizer_of
+from shardproof.train.options.config import RunConfig, SftConfig
+from shardproof.train.options.option import flag
+
+log = logging.getLogger("shardproof")
+
+OF_FILES = (*LIMITS, "lost_files", "media_root", "allow_remote_media", "remote_media_cache", "row_cache")
+
+
+def check_media_root(config: RunConfig) -> None:
+    """Raise ConfigError for a --media-root in which no file can lie: every row would be told to be bad."""
+    root = Path(config.media_root).expanduser() if config.media_root is not None else None
+    if root is not None and not root.is_dir():
+        what = "is a file" if root.exists() else f"does not exist{_nearest(root)}"
+        raise ConfigError(
+            f"--media-root {config.media_root} {what}.\nName the folder that pictures, sounds and videos lie in."
+        )
+
+
+def _nearest(folder: Path) -> str:
+    """The part of a path that is there."""
+    there = next((parent for parent in folder.absolute().parents if parent.is_dir()), None)
+    return f": there is {there}" if there is not None and there != Path("/") else ""
+
+
+def media_limits(config: RunConfig, processor: Any) -> Limits:
+    """What may be read, and the sampling rate that the model wants sounds at."""
+    hears = getattr(processor, "feature_extractor", None)
+    return Limits(
+        root=Path(config.media_root).expanduser() if config.media_root else None,
+        max_pixels=config.max_pixels,
+        max_seconds=config.max_seconds,
+        max_frame_pixels=config.max_frame_pixels,
+        max_frames=config.max_frames,
+        fps=config.fps,
+        remote=config.allow_remote_media,
+        remote_cache=Path(config.remote_media_cache).expanduser() if config.remote_media_cache else None,
+        sampling_rate=getattr(hears, "sampling_rate", SAMPLING_RATE),
+    )
+
+
+def takes_files(model: str) -> bool:
+    """Whether the model in a folder or on the hub does."""
+    return model != TINY and processor_class(model) is not None
+
+
+def check_backbone(config: RunConfig, kind: str, source: str | None = None) -> None:
+    """Raise ConfigError for a model (by default --model) that takes files and cannot be asked for hidden states: before
+    its files are read, which may take long."""
+    source = source or config.model
+    if takes_files(source):
+        load_model(source, config, kind, to_shard=True)
+
+
+def check_templated(plain: bool, model: str) -> None:
+    """Raise ConfigError for --plain with a model that takes files."""
+    if plain:
+        raise ConfigError(
+            f"--plain: the model {model} takes files, and its chat template says where they stand. Leave it out."
+        )
+
+
+def files_taken(processing: Any) -> tuple[str, ...]:
+    """The kinds of files that a processor takes; a tokenizer takes none."""
+    if tokenizer_of(processing) is processing:
+        return ()
+    return tuple(kind for kind in KINDS if getattr(processing, f"{kind}_token", None) is not None)
+
+
+def warn_of_limits(config: RunConfig, processing: Any) -> None:
+    """Say which options are about files, where the model takes none. A plugin's may take some without a processor."""
+    if config.external_plugins or tokenizer_of(processing) is not processing:
+        return
+    defaults = type(config).model_fields
+    there = [name for name in OF_FILES if name in defaults]  # one is of sft
+    given = [flag(name) for name in there if getattr(config, name) != defaults[name].default]
+    if given:
+        log.warning("%s without effect: %s takes no pictures, sounds or videos.", ", ".join(given), config.model)
+
+
+def check_options(config: SftConfig, streams: bool = False) -> None:
+    """Raise ConfigError for an option that models which take files do not have; `streams`: whether rows are read while
+    training."""
+    asked_for = (
+        (streams, "streaming"),
+        (config.truncation == "split", "truncation split"),
+        (config.stochastic_rounding, "stochastic-rounding"),
+        (config.fp8, "fp8"),
+    )
+    for asked, name in asked_for:
+        if asked:
+            raise ConfigError(f"--{name} is for models of text, and {config.model} comes with a processor of media.")
+
+
+def check_spoken(config: SftConfig, rows: Rows) -> None:
+    """Raise ConfigError where a talker is to learn, and no row that is trained on has codes of speech."""
+    if TALKER not in (config.train_parts or ()) or config.streaming:
+        return
+    family = family_of(_declared(config.model))
+    if (family is None or family.codes) and not any(row.extra.get("codes") for row in rows):
+        raise ConfigError("--train-parts talker learns from rows with 'codes', those of the spoken answer: none has.")
+
+
+def check_codes(model: str, rows: Rows) -> None:
+    """See that codes of speech are in the form that the talker of this model learns from, and of an answer that is
+    learnt.
+
+    Raises:
+        DataError: some are not.
+    """
+    config = _declared(model)
+    family, talker = family_of(config), config.get("talker_config") or {}
+    if family is None:
+        return
+    groups = talker.get("num_code_groups") if family.codes == "groups" else None
+    known, bad = _known(talker, groups), []
+    for row in rows:
+        codes = row.extra.get("codes")
+        why = _wrong(codes, groups, known) if codes else None
+        if codes and not why and not row.messages[-1].get("loss", True):
+            why = "'codes' are of the last answer, which is not to be learnt: leave them out, or have it learnt"
+        if why:
+            bad.append(BadRow(row.source, row.line, why))
+    if bad:
+        raise DataError(describe_bad(bad, len(rows), None))
+
+
+def _declared(model: str) -> dict[str, Any]:
+    """The config.json of a model folder; nothing where there is none."""
+    return said_by(model, "config.json") if Path(model).expanduser().is_dir() else {}
+
+
+def _known(talker: Mapping[str, Any], groups: int | None) -> list[int | None]:
+    """How many codes a talker knows, by its config: one number, or one for each of a group. None: it does not say."""
+    if groups is None:
+        return [talker.get("vocab_size")]
+    first, rest = ((talker.get(part) or {}).get("vocab_size") for part in ("text_config", "code_predictor_config"))
+    return [first, *[rest] * (groups - 1)]
+
+
+def _wrong(codes: Sequence[Any], groups: int | None, known: Sequence[int | None]) -> str | None:
+    """Why a talker that knows so many codes cannot learn these."""
+    found = len(codes[0]) if isinstance(codes[0], list) else None
+    if found != groups:
+        return f"'codes' holds {_codes(found)}, the talker says {_codes(groups)}"
+    for group in codes:
+        for code, size in zip(group if groups else [group], known, strict=True):
+            if size is not None and code >= size:
+                return f"'codes' holds {code}, and the talker knows those from 0 to {size - 1}"
+    return None
+
+
+def _codes(group: int | None) -> str:
+    return "one code after the other" if group is None else f"groups of {group} codes"

@@ -1,0 +1,286 @@
+"""Rows that several processes share: `--sequence-parallel`.
+
+A row is cut where it enters the decoder, in which nearly all of the work is done. In front of it all is of whole rows:
+what files become has its place among their tokens, and so have positions in three dimensions and masks of pairs.
+
+The causal loss of `sft` is one of tokens, each of which its rank can judge: behind the decoder there are only parts,
+and `shift_labels` of a batch says what each of their tokens is to predict. Everything else (pairs, scores, labels) is
+learnt of whole rows, and gathered behind the decoder. To all else the ranks of a group then are ranks that have the
+same rows: each has their whole loss, and means over ranks are what they were. A gradient of what was gathered is asked
+for by each rank of the group, and its part takes the sum of them. So all that is trained has, over the ranks of a
+group, what a rank alone would have times their number: heads because each rank computes them, the decoder and what is
+in front of it because each rank's part counts so often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardproof.models.family import tried, without_adapters
+from shardproof.models.laid_out import change_tensors, in_space, laid_out
+from shardproof.parallel.sequence import SequenceParallel
+from shardproof.train.options.batch import Batch
+from shardproof.train.watching.recorder import Recorder, tokens_in
+from shardproof.zero.device import default_device
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Base
+else:
+    Base = object
+
+FEW = 16  # tokens
+
+
+@functools.lru_cache(maxsize=1)
+def _group_of(size: int, ranks: Any) -> SequenceParallel:
+    """One for all models of a run, among `ranks`, a process group."""
+    return SequenceParallel(size, default_device().type)
+
+
+class SharedRows:
+    """The hooks of a decoder: while `sequence` is entered, it runs on this rank's part of each row. `gathers`: what it
+    returns is of whole rows again."""
+
+    def __init__(self, sequence: SequenceParallel, in_space: bool, gathers: bool) -> None:
+        self.sequence, self.gathers, self._in_space = sequence, gathers, in_space
+        self._entered: list[tuple[int, ...] | None] = []
+        self._last: Tensor | None = None
+
+    def enter(self, decoder: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+        tokens = [*args, given.get("input_ids"), given.get("inputs_embeds")]
+        found = next((value for value in tokens if isinstance(value, Tensor) and value.ndim > 1), None)
+        if not self.sequence.entered or found is None:
+            self._entered.append(None)
+            return None
+        rows = tuple(found.shape[:2])
+        more = -rows[1] % self.sequence.size
+        places = torch.arange(rows[0] * rows[1], device=found.device).view(rows)
+        positions = torch.arange(rows[1] + more, device=found.device).expand(rows[0], -1)
+        own = given.get("position_ids")
+        self._last = positions[0, rows[1] - 1] if own is None else own.max()
+        if own is not None and own.ndim == 2:
+            behind = own[:, -1:] + torch.arange(1, more + 1, device=own.device)  # positions that begin anew say: a row
+            positions = torch.cat([own, behind], 1).expand(rows[0], -1)
+        places, positions = self.sequence.part(places, -1), self.sequence.part(positions)
+        args, packed = laid_out(args, given, rows, places, positions, self._in_space)
+        mask = lengthened(given.get("attention_mask"), more)
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            self.sequence.ends_padded = mask.is_meta or bool((mask[:, 1:] <= mask[:, :-1]).all())
+        self.sequence.inside += 1
+        self._entered.append(rows)
+        return args, packed | {"use_cache": False, "attention_mask": mask}
+
+    def leave(self, decoder: nn.Module, args: Any, output: Any) -> Any:
+        rows = self._entered.pop()
+        if rows is None:
+            return output
+        self.sequence.inside -= 1
+        self.sequence.ends_padded = False
+        return change_tensors(output, lambda value: self._whole(value, rows)) if self.gathers else output
+
+    def with_last(self, rotary: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+        """Some scale positions by the last of all: that of whole rows stands behind all of a part here."""
+        if not self.sequence.inside:
+            return None
+
+        def added(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.is_floating_point():
+                return value
+            last = cast("Tensor", self._last).to(value)
+            return torch.cat([value.clamp(max=last), last.expand(*value.shape[:-1], 1)], -1)
+
+        return tuple(map(added, args)), {name: added(value) for name, value in given.items()}
+
+    def without_last(self, rotary: nn.Module, args: Any, output: Any) -> Any:
+        return change_tensors(output, lambda value: value[..., :-1, :]) if self.sequence.inside else output
+
+    def _whole(self, value: Tensor, rows: tuple[int, ...]) -> Tensor:
+        """What a decoder returns of parts, of whole rows; of experts' scores (tokens, experts), too."""
+        part = -(-rows[1] // self.sequence.size)
+        if value.ndim == 3 and value.shape[1] == part:
+            return self.sequence.gather(value)[:, : rows[1]]
+        if value.ndim == 2 and len(value) == rows[0] * part:
+            return self.sequence.gather(value.unflatten(0, (rows[0], part)))[:, : rows[1]].flatten(0, 1)
+        return value
+
+
+class SharesRows(Base):
+    """The part of a trainer that knows which ranks share the rows of this one.
+
+    Attributes:
+        sequence: these ranks, to be entered where the model computes for them; a context that does nothing, otherwise.
+        in_parts: whether what it computes is of parts of rows.
+    """
+
+    recorder: Recorder
+    batch_plan: Batch
+    sequence: contextlib.AbstractContextManager[Any]
+    in_parts: bool
+
+    def share(self, shared: SharedRows | None) -> None:
+        self.in_parts = shared is not None and not shared.gathers
+        self.recorder.sequence = sequence = None if shared is None else shared.sequence
+        self.sequence = sequence or contextlib.nullcontext()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self.sequence:
+            return super().training_step(*args, **kwargs)
+
+    def tokens_here(self, inputs: dict[str, Any]) -> Any:
+        """How many tokens of a batch this rank computes."""
+        return self._share_of(tokens_in(inputs))
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        return int(self._share_of(super().floating_point_ops(inputs)))
+
+    def _share_of(self, number: Any) -> Any:
+        """Of a number of whole rows, which all ranks that share them have, so much that together it is that number."""
+        ranks = self.batch_plan.sequence
+        return (number + self.args.process_index % ranks) // ranks
+
+
+def lengthened(mask: Any, more: int) -> Any:
+    """A mask of rows, or of pairs of their tokens, with `more` tokens behind, which no other sees."""
+    if isinstance(mask, dict):
+        return {name: lengthened(value, more) for name, value in mask.items()}
+    if mask is None or not more:
+        return mask
+    if mask.ndim == 2:
+        return nn.functional.pad(mask, (0, more))
+    seen, unseen = (True, False) if mask.dtype == torch.bool else (0.0, torch.finfo(mask.dtype).min)
+    return nn.functional.pad(nn.functional.pad(mask, (0, more), value=unseen), (0, 0, 0, more), value=seen)
+
+
+def share_rows_of(model: Any, size: int, gathers: bool) -> None:
+    """Have the decoder of a model, before adapters, compute its rows together with the other ranks of its group.
+    Collective. Where there are no ranks yet, nothing happens.
+
+    Args:
+        gathers: whether what it returns is of whole rows.
+
+    Raises:
+        ConfigError: it has no attention for that.
+    """
+    if not dist.is_initialized():
+        return
+    sequence, decoder = _group_of(size, dist.group.WORLD), model.get_decoder()
+    sequence.attach(model)
+    hooks = decoder.shared_rows = SharedRows(sequence, in_space(model), gathers)
+    decoder.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
+    decoder.register_forward_hook(hooks.leave, always_call=True)
+    for part in decoder.modules():
+        if _scales_by_length(part):
+            part.register_forward_pre_hook(hooks.with_last, with_kwargs=True)
+            part.register_forward_hook(hooks.without_last)
+
+
+def _scales_by_length(part: nn.Module) -> bool:
+    """Whether it makes rotary positions of frequencies that depend on how long rows are, as transformers names them."""
+    kinds = getattr(part, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+
+
+def shared_rows_of(model: Any) -> SharedRows | None:
+    """The hooks of a model that shares rows."""
+    return next((part.shared_rows for part in model.modules() if hasattr(part, "shared_rows")), None)
+
+
+def check_shared_rows(model: Any, ids: Tensor) -> None:
+    """See that tokens of shared rows are those of rows alone. Collective: every rank calls it.
+
+    Args:
+        ids: some tokens, of shape (length,), the same on all ranks.
+
+    Raises:
+        ConfigError: they are something else, or could not be computed.
+    """
+    mask = torch.ones(3, len(ids), dtype=torch.int64, device=ids.device)
+    mask[1, len(ids) // 2 :] = mask[2, :2] = 0
+    for padded in (mask[:2], mask):  # on the right, and on either side
+        compare(model, {"input_ids": ids.expand(len(padded), -1), "attention_mask": padded})
+
+
+def compare(model: Any, inputs: dict[str, Any]) -> None:
+    """See that what a decoder makes of shared rows is what it makes of rows alone. Collective: every rank calls it.
+
+    Args:
+        inputs: of the model, the same on the ranks of a group; `attention_mask` is among them.
+
+    Raises:
+        ConfigError: it is something else, or could not be computed.
+    """
+    decoder, mask = without_adapters(model).get_decoder(), inputs["attention_mask"].bool()
+    hooks: SharedRows = decoder.shared_rows
+    met: list[list[Tensor]] = []
+    handle = decoder.register_forward_hook(lambda *of: met.append(_tensors(of[-1])))
+
+    def differences() -> list[float]:
+        with tried(model):
+            for within in (contextlib.nullcontext(), hooks.sequence):
+                with within:
+                    model(**inputs, use_cache=False)
+        return [max(_off(alone, shared) for alone, shared in zip(*met, strict=True))]
+
+    def _off(alone: Tensor, shared: Tensor) -> float:
+        """How far one is off the other, as a multiple of what rounding may do. Padding may be anything."""
+        there = mask if alone.shape[:2] == mask.shape else None
+        if there is not None and not hooks.gathers:
+            alone, there = hooks.sequence.part(alone), hooks.sequence.part(there)
+        if alone.shape != shared.shape:
+            return math.inf
+        alone, shared = finite(alone), finite(shared)
+        most = (1e-4 if alone.dtype == torch.float32 else 2e-2) * float(alone.abs().max())
+        off = (alone - shared).abs() if there is None else (alone - shared)[there].abs()
+        return float(off.max()) / max(most, 1e-30) if off.numel() else 0.0
+
+    try:
+        hooks.sequence.try_on(model, differences, mask.device)
+    finally:
+        handle.remove()
+
+
+def check_loss_of_parts(model: Any, inputs: dict[str, Any]) -> None:
+    """See that the causal losses of parts add up to that of whole rows. Collective: every rank calls it.
+
+    Args:
+        inputs: a batch, whose first tokens are taken.
+
+    Raises:
+        ConfigError: they do not, as the loss looks at other tokens, or is none of `shift_labels`.
+    """
+    sequence = without_adapters(model).get_decoder().shared_rows.sequence
+    ids = inputs["input_ids"].flatten()
+    ids = ids.repeat(-(-FEW // len(ids)))[None, :FEW]
+    whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+    def differences() -> list[float]:
+        with tried(model):
+            known = model(**whole, num_items_in_batch=1, use_cache=False).loss.detach().double()
+            with sequence:
+                mine = model(**whole, shift_labels=sequence.shifted(ids), num_items_in_batch=1, use_cache=False).loss
+        total = mine.detach().double()
+        dist.all_reduce(total, group=sequence.group)
+        rounding = 1e-4 if mine.dtype == torch.float32 else 5e-2
+        total, known = finite(total), finite(known)
+        return [0.0, float((total - known).abs() / known.abs().clamp(min=1e-6)) / rounding]
+
+    sequence.try_on(model, differences, ids.device)
+
+
+def finite(value: Tensor) -> Tensor:
+    """With zeros for what is not: whether a model's numbers are finite, its first step tells."""
+    return value.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """What a decoder returns, also of what is no token: some make something of one token of a row."""
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
+    return [value.detach() for value in values if isinstance(value, Tensor)]

@@ -1,0 +1,86 @@
+"""An evaluation of rows of several files tells how good each of them is, besides all together."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardproof.data.rows import parse_spec
+from shardproof.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardproof.train.options.config import SftConfig
+
+MOST = 32  # files that are told apart
+
+
+def names_of(sources: Sequence[str]) -> list[str]:
+    """Short names of files and datasets, in their order, of which no two are alike: `data/sums.jsonl` is `sums`."""
+    names: list[str] = []
+    seen = Counter[str]()
+    for source in sources:
+        plain = re.sub(r"[^\w.-]+", "_", Path(source).stem).strip("_") or "rows"
+        seen[plain] += 1
+        names.append(plain if seen[plain] == 1 else f"{plain}.{seen[plain]}")
+    return names
+
+
+def best_of(config: SftConfig) -> str:
+    """The metric that --best-metric names, without the name of the file of which it is."""
+    best = config.best_metric.removeprefix("eval_")
+    found = (best.removeprefix(f"{file}_") for file in _told_apart(config) if best.startswith(f"{file}_"))
+    return next(found, best)
+
+
+def _told_apart(config: SftConfig) -> Sequence[str]:
+    """The names of the files that an evaluation tells apart; none where it tells of all rows only."""
+    sources = dict.fromkeys(parse_spec(name)[0] for name in config.val_dataset or config.dataset)
+    return names_of([*sources]) if 1 < len(sources) <= MOST and not config.packing else ()
+
+
+def check_best(config: SftConfig, metrics: Sequence[str], has: str) -> None:
+    """Raise ConfigError where --best-metric names none of these `metrics`, of all rows or of one file. `has`: what to
+    say that an evaluation has."""
+    if best_of(config) in metrics:
+        return
+    of_files = [f"{file}_{metric}" for file in _told_apart(config) for metric in metrics]
+    if of_files:
+        has += f", and of each file {', '.join(of_files[: MOST // 2])}" + (" ..." if len(of_files) > MOST // 2 else "")
+    near = difflib.get_close_matches(config.best_metric.removeprefix("eval_"), [*metrics, *of_files], n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"--best-metric {config.best_metric}: an evaluation has {has}.{hint}")
+
+
+def by_file(rows: Any) -> Mapping[str, Sequence[int]]:
+    """The numbers of the rows of each file; all under one name where rows are of one file, or packed."""
+    of_each: dict[str, list[int]] = getattr(getattr(rows, "places", None), "by_source", dict)()
+    if not 1 < len(of_each) <= MOST:
+        return {"": range(len(rows))}
+    return dict(zip(names_of(list(of_each)), of_each.values(), strict=True))
+
+
+def in_chunks(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
+    """The same numbers in parts of `size`, the last with what is left."""
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
+
+
+def of_each(
+    files: Mapping[str, Sequence[int]], sums: torch.Tensor, means: Callable[[list[float]], dict[str, float]]
+) -> dict[str, float]:
+    """What an evaluation tells of all rows, and, under their names, of those of each file where there are several.
+
+    Args:
+        files: what `by_file` has given.
+        sums: of shape (files, numbers), what was added up over their rows.
+        means: what is told of such numbers.
+    """
+    found = means(sums.sum(0).tolist())
+    for name, its in zip(files, sums.tolist(), strict=True) if len(files) > 1 else ():
+        found |= {f"{name}_{metric}": value for metric, value in means(its).items()}
+    return found

@@ -1,0 +1,366 @@
+"""Supervised fine-tuning, from top to bottom: prepare once, then train on every rank.
+
+`prepare` finds everything a user may have got wrong and needs no process group; `train` is what each rank
+does with the result.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardproof.data.forms.formats import SFT, SFT_FIELDS
+from shardproof.errors import ConfigError
+from shardproof.models.family import TALKER, anatomy
+from shardproof.plugins import KINDS, load
+from shardproof.train import run
+from shardproof.train.adapters.adding import with_adapters
+from shardproof.train.answers.metrics import answer_metrics, check_answering, metrics_of
+from shardproof.train.model.declared import check_shares_rows, declared
+from shardproof.train.model.lacking import without_lacking
+from shardproof.train.model.loading import load_model, tokenizer_of
+from shardproof.train.model.parts import check_reached, in_bits
+from shardproof.train.options.config import Batch, SftConfig
+from shardproof.train.options.contradictions import check_columns
+from shardproof.train.options.settings import add_in_one_order, for_sft_trainer
+from shardproof.train.plugin_calls import own_loss, own_metric
+from shardproof.train.rows.media import check_codes, check_options, check_spoken, media_limits
+from shardproof.train.rows.plain import warn_of_plain
+from shardproof.train.run import Prepared, View, Write
+from shardproof.train.sft.by_file import check_best
+
+if TYPE_CHECKING:
+    from shardproof.data.media.encode import MediaEncoder
+
+
+def check(config: SftConfig, world_size: int) -> Batch:
+    """What can be known from the options alone; imports nothing heavy."""
+    check_columns(config.columns, SFT_FIELDS)
+    if TALKER in (config.train_parts or ()) and config.enable_audio_output is False:
+        raise ConfigError(
+            "--train-parts talker: with --enable-audio-output no there is no talker. Leave one of them out."
+        )
+    if config.metrics and not (config.val_dataset or config.val_split):
+        raise ConfigError("--metrics needs rows to evaluate on: add --val-dataset or --val-split.")
+    if config.fp8 and importlib.util.find_spec("torchao") is None:
+        raise ConfigError("--fp8 needs torchao: pip install 'shardproof[fp8]'")
+    if config.liger_kernel and importlib.util.find_spec("liger_kernel") is None:
+        raise ConfigError("--liger-kernel needs Liger: pip install 'shardproof[liger]'")
+    if config.liger_kernel and config.chunked_loss:
+        raise ConfigError("--liger-kernel never holds all logits either: leave --chunked-loss out.")
+    if config.loss_type == "dft" and config.loss not in KINDS["loss"].built_in:
+        raise ConfigError(f"--loss-type dft and --loss {config.loss} are two losses: leave one of them out.")
+    if config.loss_type == "dft" and config.liger_kernel:
+        raise ConfigError("--liger-kernel computes the plain loss: leave it or --loss-type dft out.")
+    _check_smoothing(config)
+    _check_balance(config)
+    if config.chunked_loss and config.loss not in KINDS["loss"].built_in:
+        raise ConfigError(f"--chunked-loss computes the causal loss; --loss {config.loss} wants the logits.")
+    _check_spoken_loss(config)
+    check_answering(config)
+    return run.check(config, world_size)
+
+
+def _check_spoken_loss(config: SftConfig) -> None:
+    """The loss of codes of speech is added to that of words in the model's own forward."""
+    if TALKER not in (config.train_parts or ()):
+        return
+    if config.loss == "all":
+        raise ConfigError(
+            f"--loss all and --train-parts {TALKER}: a {TALKER} speaks the last answer, which begins where what is not "
+            "learnt ends. Leave one of them out."
+        )
+    others = {
+        "--chunked-loss": config.chunked_loss,
+        "--loss-type dft": config.loss_type == "dft",
+        f"--loss {config.loss}": config.loss not in KINDS["loss"].built_in,
+    }
+    if other := next((name for name, given in others.items() if given), None):
+        raise ConfigError(
+            f"{other} computes the loss of words, --train-parts {TALKER} learns codes of speech, too. Leave one of"
+            " them out."
+        )
+
+
+def _check_smoothing(config: SftConfig) -> None:
+    """Labels are smoothed in the causal loss of whole rows, which we compute."""
+    if not config.label_smoothing_factor:
+        return
+    against = {
+        "--loss-type dft": config.loss_type == "dft",
+        f"--loss {config.loss}": config.loss not in KINDS["loss"].built_in,
+        "--liger-kernel": config.liger_kernel,
+        "--sequence-parallel": config.sequence_parallel > 1,
+        f"--train-parts {TALKER}": TALKER in (config.train_parts or ()),
+    }
+    _refuse("--label-smoothing-factor", against, "that loss has no smoothing")
+
+
+def _check_balance(config: SftConfig) -> None:
+    """Experts are balanced by what routers give in the model's own forward, of whole rows."""
+    if not config.router_aux_loss_coef:
+        return
+    against = {
+        "--chunked-loss": config.chunked_loss,
+        "--liger-kernel": config.liger_kernel,
+        "--sequence-parallel": config.sequence_parallel > 1,
+        f"--train-parts {TALKER}": TALKER in (config.train_parts or ()),
+    }
+    _refuse("--router-aux-loss-coef", against, "that loss has no term that balances experts")
+    if config.checkpointing_reentrant:
+        raise ConfigError(
+            "--router-aux-loss-coef and --checkpointing-reentrant: what routers give inside of that has no gradient. "
+            "Leave --checkpointing-reentrant out."
+        )
+
+
+def read(config: SftConfig) -> tuple[Any, Any]:
+    """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy.
+
+    Raises:
+        DataError: a file is missing, or a row is bad.
+    """
+    from shardproof.data.rows import read_rows
+
+    if not config.streaming:
+        return run.read(config, read_rows, SFT)
+    from shardproof.data.sources.stream import DEFAULT_SIZE, read_stream
+
+    trained = partial(read_stream, size=config.shuffle_buffer_size or DEFAULT_SIZE)
+    return run.read(config, read_rows, SFT, trained)
+
+
+def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
+    """Make the tokenizer and the output folder, encode the rows that `read` gave.
+
+    Raises:
+        ConfigError, DataError: everything a user can put right, found before any process is started.
+    """
+    batch = check(config, world_size)
+    told = "the loss, and what --metrics " + ("and --answer-metrics name" if config.predict_with_generate else "names")
+    check_best(config, ("loss", *config.metrics, *metrics_of(config)), told)
+    if config.sequence_parallel > 1:
+        check_shares_rows(config)
+    if config.chunked_loss or config.sequence_parallel > 1:
+        _check_terms(config)
+    check_spoken(config, rows)
+    prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), Prepared)
+    warn_of_plain(rows, prepared.tokenizer, "query=prompt response=completion")
+    if config.predict_with_generate:
+        from shardproof.data.encoding.asked import check_asks
+
+        check_asks(prepared.val_rows)
+    return prepared
+
+
+def _check_terms(config: SftConfig) -> None:
+    """Of a model of text whose config says that its loss has a term beside; any other one is tried at the first step.
+    A config may also have what its class does not know, and no model looks at."""
+    found = declared(config)
+    weighs = getattr(found, "output_router_logits", False) and getattr(found, "router_aux_loss_coef", 0)
+    if weighs and hasattr(type(found)(), "output_router_logits"):
+        option = "--chunked-loss" if config.chunked_loss else "--sequence-parallel"
+        raise ConfigError(
+            f"{option} computes the cross entropy alone, and the loss of {config.model} has a term that balances "
+            f"experts (output_router_logits in config.json).\nLeave {option} out, or have that false there."
+        )
+
+
+def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
+    """What is learnt of the rows; its `report` says what became of them."""
+    from shardproof.data.encoding.beside import as_many_as_help
+    from shardproof.data.encoding.encode import encode_rows
+    from shardproof.data.encoding.pack import PackedMediaRows, pack_rows
+
+    streams = not hasattr(rows, "__len__")
+    if tokenizer_of(processing) is not processing:
+        from shardproof.data.media.rows import encode_media_rows
+        from shardproof.data.row_cache import RowCache
+
+        _check_laid_out_files(config)
+        if TALKER in (config.train_parts or ()):
+            check_codes(config.model, rows)
+        check_options(config, streams)
+        encoder = media_encoder(config, processing)
+        encoded = encode_media_rows(
+            rows,
+            encoder,
+            max_length=config.max_length,
+            truncation=config.truncation,
+            bad_rows=config.bad_rows,
+            workers=as_many_as_help(config.workers),
+            speaks=TALKER in (config.train_parts or ()),
+            cache=RowCache(Path(config.row_cache).expanduser(), encoder) if config.row_cache else None,
+        )
+        return PackedMediaRows(encoded, config.max_length) if config.packing else encoded
+    if streams:
+        return _encoded_later(config, rows, processing)
+    encoded = encode_rows(
+        rows,
+        processing,
+        max_length=config.max_length,
+        loss=_learnt(config),
+        truncation=config.truncation,
+        system=config.system,
+        bad_rows=config.bad_rows,
+        workers=as_many_as_help(config.workers),
+    )
+    return pack_rows(encoded, config.max_length) if config.packing else encoded
+
+
+def _check_laid_out_files(config: SftConfig) -> None:
+    """Of packed rows with files, and of parts of rows, the loss is computed from the hidden states that the head would
+    take."""
+    against = {
+        f"--loss {config.loss}": config.loss not in KINDS["loss"].built_in,
+        "--metrics": config.metrics,
+        "--liger-kernel": config.liger_kernel,
+        "--router-aux-loss-coef": config.router_aux_loss_coef,
+        f"--train-parts {TALKER}": TALKER in (config.train_parts or ()),
+    }
+    if config.packing:
+        _refuse("--packing", against, "of packed rows with files there are no logits, only the loss of words")
+    if config.sequence_parallel > 1:
+        why = "of parts of rows with files there are no logits, only the loss of words"
+        _refuse("--sequence-parallel", against, why)
+
+
+def _refuse(option: str, against: Mapping[str, object], why: str) -> None:
+    """Raise ConfigError for an option that does not go with one of these which is given."""
+    for other, given in against.items():
+        if given:
+            raise ConfigError(f"{option} and {other}: {why}. Leave one of them out.")
+
+
+def _encoded_later(config: SftConfig, rows: Any, tokenizer: Any) -> Any:
+    from shardproof.data.sources.stream import EncodedStream
+
+    return EncodedStream(
+        rows,
+        tokenizer,
+        config.max_length,
+        loss=_learnt(config),
+        truncation=config.truncation,
+        system=config.system,
+        bad_rows=config.bad_rows,
+        packing=config.packing,
+        shuffled=config.shuffle_buffer_size > 1,
+        seed=config.seed,
+    )
+
+
+def media_encoder(config: SftConfig, processor: Any) -> MediaEncoder:
+    """What rows with files are read by."""
+    from shardproof.data.media.encode import MediaEncoder
+
+    limits, loss = media_limits(config, processor), _learnt(config)
+    return MediaEncoder(processor, limits, loss=loss, system=config.system, bad_rows=config.bad_rows)
+
+
+def _learnt(config: SftConfig) -> Any:
+    """What of a row is learnt: the answers, with a plugin's loss, too."""
+    return config.loss if config.loss in KINDS["loss"].built_in else "answer"
+
+
+def _collator(prepared: Prepared, model: Any) -> Any:
+    """From rows to a batch; where ranks share rows, with what each token of this rank's part is to predict."""
+    from shardproof.train.rows.shared_rows import shared_rows_of
+
+    collate, shared = _collate_whole(prepared, model), shared_rows_of(model)
+    if shared is None:
+        return collate
+
+    def in_parts(rows: Any) -> dict[str, Any]:
+        batch = collate(rows)
+        return {**batch, "shift_labels": shared.sequence.shifted(batch["labels"])}
+
+    return in_parts
+
+
+def _collate_whole(prepared: Prepared, model: Any) -> Any:
+    from shardproof.data.encoding.pack import wants_flat
+    from shardproof.train.sft.shortcuts import attention_of
+
+    config, flat = prepared.config, wants_flat(attention_of(model))
+    if prepared.processing is prepared.tokenizer:
+        from shardproof.data.encoding.encode import collate
+        from shardproof.data.encoding.pack import collate_packed
+
+        pad = prepared.tokenizer.pad_token_id
+        if config.packing:
+            return partial(collate_packed, pad_token_id=pad, flat=flat)
+        return partial(collate, pad_token_id=pad)
+    from shardproof.data.media.batches import MediaCollator
+
+    speaks = TALKER in (config.train_parts or ())
+    return MediaCollator(media_encoder(config, prepared.processing), config.on_lost, speaks, flat)
+
+
+def _few(prepared: Prepared) -> Any:
+    """Of rows with files that are packed or in parts, what to try a model on; otherwise None."""
+    from shardproof.data.encoding.pack import PackedMediaRows
+    from shardproof.data.media.rows import MediaRows
+
+    if isinstance(prepared.rows, PackedMediaRows):
+        return [[packed] for packed in prepared.rows.few()]
+    parts = prepared.config.sequence_parallel > 1 and isinstance(prepared.rows, MediaRows)
+    return prepared.rows.few(1) if parts else None
+
+
+def import_libraries(config: SftConfig) -> None:
+    """Import what `train` needs, before ranks are forked."""
+    import shardproof.train.trainer  # noqa: F401
+    from shardproof.models.classes import import_class
+
+    import_class(config.model)
+
+
+def train(prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:
+    """Train on this rank and save. Collective: every rank of the process group calls it.
+
+    Any of `signals` ends training after the step it comes in, and the weights of that step are saved.
+
+    Returns: the signal that ended training, or 0.
+    """
+    import torch
+
+    from shardproof.train.answers.predicting import PredictingTrainer
+    from shardproof.train.model.fp8 import in_fp8
+    from shardproof.train.trainer import SftTrainer
+
+    config = prepared.config
+    add_in_one_order(config)
+    if config.liger_kernel and not torch.accelerator.is_available():
+        raise ConfigError("--liger-kernel: its kernels are for a GPU, and there is none. --chunked-loss runs anywhere.")
+    plugins = load(config.external_plugins)
+    model = load_model(prepared.model, config, model_type=config.model_type, to_shard=True)
+    model = in_bits(model, config)
+    if config.fp8:
+        in_fp8(model)
+    model = with_adapters(model, without_lacking(config, anatomy(model).parts))  # a plugin's model is asked here
+    if prepared.processing is not prepared.tokenizer:
+        check_reached(model, prepared.rows.rows)
+
+    def make_trainer(callbacks: list[Any], reporter: Any) -> SftTrainer:
+        kind: Callable[..., SftTrainer] = SftTrainer
+        if config.predict_with_generate:
+            worth, told = answer_metrics(metrics_of(config), plugins), reporter and reporter.answered
+            kind = partial(PredictingTrainer, worth=worth, max_new_tokens=config.max_new_tokens, told=told)
+        return kind(
+            model=model,
+            data_collator=_collator(prepared, model),
+            loss=own_loss(config.loss, plugins.find("loss", config.loss)),
+            metrics={name: own_metric(name, plugins.find("metric", name)) for name in config.metrics},
+            packed=config.packing,
+            few=_few(prepared),
+            chunked=config.chunked_loss,
+            dft=config.loss_type == "dft",
+            smoothing=config.label_smoothing_factor,
+            balance=config.router_aux_loss_coef,
+            **for_sft_trainer(prepared, callbacks),
+        )
+
+    return run.train(prepared, model, make_trainer, view, write, signals)

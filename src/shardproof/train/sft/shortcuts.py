@@ -1,0 +1,257 @@
+"""Cheaper ways to the same loss, each tried on a few tokens of the model before it is relied on.
+
+A model of any class may come along. So what a shortcut assumes of it is not looked up in a table: the first step asks
+the model itself, at the cost of a forward pass over a few tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardproof.data.encoding.pack import wants_flat
+from shardproof.errors import ConfigError
+from shardproof.models.family import tried, without_adapters
+from shardproof.models.laid_out import put_in_places
+from shardproof.train.rows.shared_rows import check_loss_of_parts, compare
+from shardproof.train.sft.chunked import chunked_cross_entropy
+from shardproof.train.sft.packed_files import PLACES, packed, packed_labels
+
+FEW = 8  # tokens
+LARGE = 16.0  # a logit that a cap does not leave as it is
+LABELS = ("labels", "shift_labels")
+
+
+def checks(
+    packed: bool, chunked: bool, few: Callable[[], Iterator[dict[str, Any]]] | None, shared: bool = False
+) -> list[Callable[[Any, Any], None]]:
+    """What to ask a model with the inputs of the first step, the last first.
+
+    Args:
+        packed, chunked: whether rows are packed, and whether `chunked_loss` is asked for.
+        few: makes batches of few rows that are packed or shared, of a model that takes files.
+        shared: whether ranks have parts of rows.
+    """
+    if few is None:
+        asked = ((check_packing, packed), (check_chunked_loss, chunked), (check_loss_of_parts, shared))
+        return [check for check, wanted in asked if wanted]
+    option = "--packing" if packed else "--sequence-parallel"
+    loss = partial(check_chunked_loss, option="--chunked-loss" if chunked else option)
+
+    def files(model: Any, _: Any) -> None:
+        for batch in few():
+            if packed:
+                check_packed_files(model, batch)
+            else:
+                compare(model, {name: value for name, value in batch.items() if name not in LABELS})
+
+    return [files, loss]
+
+
+def few_tokens(tokenizer: Any) -> torch.Tensor:
+    """FEW tokens out of the middle of a vocabulary: no text is known to every tokenizer, and marks of pictures and the
+    like stand at its ends."""
+    known = sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids})
+    return torch.tensor([known[(len(known) // 2 + i) % len(known)] for i in range(FEW)])
+
+
+def check_packing(model: nn.Module, inputs: dict[str, Any]) -> None:
+    """See that rows packed into one do not see each other. Collective: every rank calls it.
+
+    Raises:
+        ConfigError: a token's logits depend on the row before its own.
+    """
+    first = inputs["input_ids"].flatten()
+    first = first.repeat(-(-3 * FEW // len(first)))[: 3 * FEW]
+    row, other, another = first.view(3, FEW)
+    if other.equal(another):
+        another = another.roll(1)
+    pairs = torch.stack([torch.cat([other, row]), torch.cat([another, row])])
+    positions = torch.arange(FEW, device=pairs.device).repeat(2, 2)
+    pieces = 2 if wants_flat(attention_of(model)) else 1
+    batches = zip(pairs.chunk(pieces), positions.chunk(pieces), strict=True)
+    try:
+        with tried(model):
+            logits = [model(input_ids=ids, position_ids=at, use_cache=False).logits for ids, at in batches]
+    except TypeError as error:
+        raise ConfigError(f"--packing: {type(model).__name__} takes no position_ids. Leave --packing out.") from error
+    a, b = torch.cat(logits)[:, FEW:].detach()
+    # A row that sees only itself gives the same bits in both; experts may be added up in another order.
+    if float((a - b).abs().max()) > float(a.abs().max()) * (1e-5 if a.dtype == torch.float32 else 2e-2):
+        raise ConfigError(
+            f"--packing: in {type(model).__name__} with {attention_of(model)} attention, what a token becomes depends "
+            "on the row that is packed before its own.\nLeave --packing out, or take another --attn."
+        )
+
+
+def check_packed_files(model: Any, inputs: dict[str, Any]) -> None:
+    """See that packed rows have the hidden states of rows by themselves. Collective: every rank calls it.
+
+    Args:
+        inputs: a batch of few rows, in one packed row.
+
+    Raises:
+        ConfigError: they have others, or the decoder is not run as one is.
+    """
+    if PLACES[0] not in inputs:  # their files are lost
+        return
+    alone = {name: value for name, value in inputs.items() if name not in PLACES}
+    with tried(model):
+        expected = put_in_places(hidden_states(model, alone).detach(), inputs[PLACES[0]])
+        found = hidden_states(model, inputs).detach()
+    most = 1e-4 if found.dtype == torch.float32 else 2e-2
+    if found.shape != expected.shape or float((found - expected).abs().max()) > most * float(expected.abs().max()):
+        raise ConfigError(
+            f"--packing: in {type(model).__name__} with {attention_of(model)} attention, rows with files that are "
+            "packed into one are not what each is by itself.\nLeave --packing out, or take another --attn."
+        )
+
+
+def attention_of(model: nn.Module) -> str:
+    """What transformers calls the attention of a model, or `its own`."""
+    return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "its own")
+
+
+def chunked_loss(
+    model: Any, inputs: dict[str, Any], num_items: Any = None, dft: bool = False, smoothing: float = 0.0
+) -> torch.Tensor:
+    """The causal loss without the logits: the last hidden states meet the head a chunk at a time.
+
+    Returns: the sum over learnt tokens divided by `num_items` (their number, if None), a scalar in float32; with
+        `dft`, each times the probability of its token. `smoothing`: see `chunked_cross_entropy`.
+    """
+    hidden = hidden_states(model, inputs)
+    return _loss_of_hidden(model, hidden, inputs, num_items, dft, smoothing)
+
+
+def hidden_states(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """What the head of the model takes, [rows, length, width]; of rows that are to be packed, packed."""
+    rest = {name: value for name, value in inputs.items() if name not in (*LABELS, *PLACES)} | {"use_cache": False}
+    last = _meeting(_head(model), lambda hidden: hidden[:, -1:].contiguous())
+    with last as met, packed(model, inputs):
+        model(**rest)
+    return met.pop()
+
+
+@contextmanager
+def _meeting(head: nn.Module, given: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """What comes to the head is put down here, and the head is given something else. So the model itself makes its
+    hidden states, with whatever files and layers it makes them of, and none of its logits."""
+    met: list[torch.Tensor] = []
+
+    def meet(module: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        met.append(args[0])
+        return given(args[0])
+
+    handle = head.register_forward_pre_hook(meet)
+    try:
+        yield met
+    finally:
+        handle.remove()
+
+
+def _loss_of_hidden(
+    model: Any,
+    hidden: torch.Tensor,
+    inputs: dict[str, Any],
+    num_items: Any = None,
+    dft: bool = False,
+    smoothing: float = 0.0,
+) -> torch.Tensor:
+    head = _head(model)
+    if "shift_labels" in inputs:  # of a part of a row, whose last token predicts the first of the next part
+        hidden, targets = hidden.flatten(0, 1), inputs["shift_labels"].flatten().to(hidden.device)
+    else:
+        labels = packed_labels(inputs)
+        hidden, targets = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(hidden.device)
+    learnt = targets.ne(-100)
+    hidden, targets = hidden[learnt], targets[learnt]
+    divisor = max(1, len(targets)) if num_items is None else num_items
+    return chunked_cross_entropy(hidden, head.weight, head.bias, targets, divisor, dft, smoothing)
+
+
+def check_chunked_loss(model: Any, inputs: dict[str, Any], option: str = "--chunked-loss") -> None:
+    """See that `chunked_loss` is the loss of this model. Collective: every rank calls it.
+
+    Args:
+        option: what asks for it.
+
+    Raises:
+        ConfigError: it is another one, or cannot be computed.
+    """
+    why = no_plain_head(model)
+    if why:
+        raise ConfigError(f"{option}: {why}. Leave {option} out.")
+    ids, head = _words(inputs), _head(model)
+
+    def logits_of(hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden, head.weight, head.bias)
+
+    def enlarge(hidden: torch.Tensor) -> torch.Tensor:
+        """Small logits of a new model do not show that they are capped. A power of two rounds nothing."""
+        largest = float(logits_of(hidden).detach().abs().max())
+        scale = 2.0 ** round(math.log2(LARGE / largest)) if 0.0 < largest < LARGE else 1.0
+        scaled.append(hidden * scale)
+        return scaled[-1]
+
+    scaled: list[torch.Tensor] = []
+    with tried(model), _meeting(head, enlarge):
+        outputs = model(input_ids=ids, labels=ids, use_cache=False)
+    if [tuple(hidden.shape[:-1]) for hidden in scaled] != [tuple(ids.shape)]:
+        raise ConfigError(
+            f"{option}: {type(model).__name__} does not call its head once, with a hidden state of each token. "
+            f"Leave {option} out."
+        )
+    given = outputs.logits.detach()
+    logits = logits_of(scaled[0]).detach().to(given.dtype)
+    own, ours = float(outputs.loss.detach()), float(_loss_of_hidden(model, scaled[0], {"labels": ids}).detach())
+    # Logits from the same operation are the same; sums in half precision may differ.
+    same = torch.allclose(given, logits, atol=1e-5, rtol=1e-4)
+    if not same or abs(own - ours) > 1e-2 * max(1.0, abs(own)):
+        raise ConfigError(
+            f"{option}: the loss of {type(model).__name__} is not the cross entropy of its hidden states times "
+            f"its head ({own:.4f} instead of {ours:.4f}): it scales or caps its logits, or adds to them.\nLeave "
+            f"{option} out."
+        )
+    # A term beside it may be small, and the model's own logits give its cross entropy to the last digits.
+    plain = float(nn.functional.cross_entropy(given[0, :-1].float(), ids[0, 1:].to(given.device)))
+    if outputs.loss.dtype.itemsize >= 4 and abs(own - plain) > 1e-5 * max(1.0, abs(own)):
+        raise ConfigError(
+            f"{option}: the loss of {type(model).__name__} is not its cross entropy alone ({own:.5f} instead of "
+            f"{plain:.5f}): it has another term, such as what balances experts (output_router_logits in config.json)."
+            f"\nLeave {option} out."
+        )
+
+
+def _words(inputs: dict[str, Any]) -> torch.Tensor:
+    """A few tokens, [1, 2 * FEW], without places of pictures, sounds or videos: such are never learnt."""
+    ids = inputs["input_ids"]
+    learnt = ids[inputs["labels"].ne(-100)] if "labels" in inputs else ids.flatten()
+    words = learnt if len(learnt) else ids[:, -1]  # the end of an answer
+    return words.repeat(-(-2 * FEW // len(words)))[None, : 2 * FEW]
+
+
+def no_plain_head(model: Any) -> str:
+    """Why the head of a model is none that `chunked_loss` can take; empty if it is one."""
+    if not hasattr(model, "get_output_embeddings"):
+        return f"{type(model).__name__} has no plain linear head over the vocabulary"
+    head, name = _head(model), type(without_adapters(model)).__name__
+    if isinstance(getattr(head, "base_layer", None), nn.Linear):
+        return "the head over the vocabulary carries an adapter, which a product with its weight would leave out"
+    if type(head) is not nn.Linear:
+        kind = "none" if head is None else f"a {type(head).__name__}"
+        return f"{name} has no plain linear head over the vocabulary, but {kind}"
+    return ""
+
+
+def _head(model: Any) -> Any:
+    """What makes logits; of a copy that is trained beside adapters (--modules-to-save), the copy."""
+    head = model.get_output_embeddings()
+    copies = getattr(head, "modules_to_save", None)
+    return head if copies is None else copies[head.active_adapters[0]]

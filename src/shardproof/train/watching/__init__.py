@@ -1,0 +1,1 @@
+"""What looks on while a run trains, and what is written of it."""

@@ -1,0 +1,44 @@
+"""What looks on while a run trains, by its options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers.trainer_callback import TrainerCallback
+
+from shardproof.models.padding_free import check_padding_free
+from shardproof.plugins import load
+from shardproof.train.collecting import LeavesOutWhatStays
+from shardproof.train.model.loading import tokenizer_of
+from shardproof.train.options.config import RunConfig
+from shardproof.train.rows.shared_rows import check_shared_rows
+from shardproof.train.sft.shortcuts import few_tokens
+from shardproof.train.stop import EndOfEpoch, JudgesEvaluations
+
+
+def callbacks_of(config: RunConfig) -> list[TrainerCallback]:
+    """Those that this run needs, in the order in which they are called, and the user's own behind them."""
+    found: list[TrainerCallback] = [LeavesOutWhatStays()]
+    if config.padding_free:
+        found.append(Tries(check_padding_free))
+    if config.sequence_parallel > 1:
+        found.append(Tries(check_shared_rows))
+    if config.keep_best or config.early_stop:
+        found.append(JudgesEvaluations(config.best_metric, config.early_stop))
+    epochs = [strategy == "epoch" for strategy in (config.eval_strategy, config.save_strategy)]
+    if any(epochs):
+        found.append(EndOfEpoch(*epochs))
+    plugins = load(config.external_plugins)
+    return [*found, *(plugins.find("callback", name)() for name in config.callbacks)]
+
+
+class Tries(TrainerCallback):
+    """What is done to a model's rows is tried on a few tokens before the first step, when it is where it is trained."""
+
+    def __init__(self, check: Callable[[Any, Any], None]) -> None:
+        self.check = check
+
+    def on_train_begin(self, *args: Any, model: Any, processing_class: Any, **more: Any) -> None:
+        ids = few_tokens(tokenizer_of(processing_class))
+        self.check(model, ids.to(next(model.parameters()).device))
