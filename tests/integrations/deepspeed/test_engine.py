@@ -250,6 +250,32 @@ def test_mistakes_are_told() -> None:
         deepspeed.initialize(model=net())
     with pytest.raises(ConfigError, match="model or sequence parallelism"):
         deepspeed.initialize(model=net(), config=BASE, mpu=object())
+    engine = begin(3, net())
+    with pytest.raises(EngineError, match=r"takes a scalar loss\. For other outputs call their own backward"):
+        engine.backward(torch.ones(2))
+    with engine.no_sync(), pytest.raises(EngineError, match=r"inside engine.no_sync\(\): leave the context first"):
+        engine.step()
+    with pytest.raises(AttributeError, match=r"deepspeed.comm has no 'all_redcue' here"):
+        deepspeed.comm.all_redcue
+
+
+def test_an_engine_says_what_it_does_and_takes_other_sizes() -> None:
+    settings = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5}
+    engine = begin(2, net(), bf16={"enabled": True}, **settings)
+    assert engine.get_batch_info() == (8, 2, 4)
+    assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (8, 2)
+    assert engine.gradient_accumulation_steps() == 4
+    engine.set_train_batch_size(6)
+    assert engine.get_batch_info() == (6, 2, 3)
+    engine.set_train_micro_batch_size(4)
+    assert engine.get_batch_info() == (12, 4, 3)
+    with pytest.raises(ConfigError, match=r"train_batch_size 9 is not a multiple of micro-batch x ranks \(4 x 1\)"):
+        engine.set_train_batch_size(9)
+    assert (engine.gradient_clipping(), engine.zero_optimization_stage()) == (0.5, 2)
+    assert engine.zero_optimization()
+    assert engine.zero_optimization_partition_gradients()
+    assert not engine.zero_optimization_partition_weights()
+    assert (engine.bfloat16_enabled(), engine.fp16_enabled()) == (True, False)
 
 
 def weights_file(folder: str) -> None:

@@ -122,6 +122,10 @@ def test_torchs_own_schedules_are_taken_by_name() -> None:
         ({"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, "which a Trainer fills in"),
         ({"type": "WarmupLR", "params": {"warmup_type": "cosine"}}, "is not 'log' or 'linear'"),
         ({"type": "WarmupDecayLR", "params": {}}, "total_num_steps"),
+        (
+            {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_first_step_size": 0}},
+            "cycle_first_step_size must be above 0",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(section: dict[str, Any], text: str) -> None:

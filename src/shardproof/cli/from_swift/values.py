@@ -81,8 +81,13 @@ def _optimizer(values: list[str]) -> Ours:
     return [("optimizer", values)]
 
 
+# Where ms-swift and transformers report to, and nobody does here.
+_REPORTS = {"all", "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow", "neptune"}
+_REPORTS |= {"swanlab", "trackio"}
+
+
 def _report_to(values: list[str]) -> Ours:
-    if others := [name for name in ",".join(values).split(",") if name.lower() not in REPORTS]:
+    if others := [name for name in ",".join(values).split(",") if name.lower() in _REPORTS]:
         raise missing(f"--report-to {' '.join(others)}", f"there is {', '.join(REPORTS)}")
     return [("report_to", values)]
 

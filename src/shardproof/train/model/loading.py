@@ -148,7 +148,8 @@ def check_packages(config: RunConfig) -> None:
     """Raise ConfigError for an option whose package is not installed."""
     for name in config.report_to:
         if name not in REPORTS:
-            raise ConfigError(f"--report-to {name}: the choices are {', '.join(REPORTS)}.")
+            near = "".join(f" Did you mean {one}?" for one in difflib.get_close_matches(name, REPORTS, n=1))
+            raise ConfigError(f"--report-to {name}: the choices are {', '.join(REPORTS)}.{near}")
         if name != "none" and importlib.util.find_spec(name) is None:
             raise ConfigError(f"--report-to {name} needs the package {name}: pip install {name}")
 
