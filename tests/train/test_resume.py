@@ -634,6 +634,44 @@ def test_another_algorithm_is_refused(tmp_path: Path, caplog: pytest.LogCaptureF
         check_order(tmp_path, order_of(SftConfig(), rows, 4, 4), rows)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("rlhf", {"rlhf_type": "kto"}, ["The reference point of kto is a mean", "6 now and 12 in"]),
+        ("rlhf", {"rlhf_type": "kto", "loss_type": ["apo_zero_unpaired"]}, []),
+        ("rlhf", {"rlhf_type": "dpo"}, []),
+        ("rlhf", {"rlhf_type": "gkd", "lmbda": 0.0}, []),
+        ("rlhf", {"rlhf_type": "grpo"}, ["draws its answers by chance: on 1 instead of 2 the run goes on with others"]),
+        ("sft", {"task": "embedding"}, ["With --loss infonce", "6 now and 12 in", "--per-device-batch-size 12 keeps"]),
+        ("sft", {"task": "embedding", "loss": "contrastive"}, []),
+    ],
+)
+def test_losses_that_other_micro_batches_change_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, options: dict[str, Any], words: list[str]
+) -> None:
+    """Two processes with 6 rows each go on as one with two times 6: a step has the same rows."""
+    from shardproof.data.rows import Rows
+    from shardproof.train.dealt import dealt, tell_other_processes
+    from shardproof.train.options.batch import Batch
+    from shardproof.train.options.config import SftConfig
+    from shardproof.train.options.rlhf_config import RlhfConfig
+    from shardproof.train.resume import check_order, order_of
+
+    config, rows = (RlhfConfig if kind == "rlhf" else SftConfig)(**options), Rows([], [])
+    two, one, large = (Batch(micro=m, accumulation=a, world_size=w) for m, a, w in ((6, 1, 2), (6, 2, 1), (12, 1, 1)))
+    for name, content in order_of(config, rows, 48, 12, dealt(two)).items():
+        (tmp_path / name).write_bytes(content)
+    check_order(tmp_path, order_of(config, rows, 48, 12, dealt(one)), rows)
+    tell_other_processes(tmp_path, config, two)
+    assert not caplog.text
+    tell_other_processes(tmp_path, config, one)
+    assert all(word in caplog.text for word in words), caplog.text
+    assert bool(caplog.text) == bool(words)
+    caplog.clear()
+    tell_other_processes(tmp_path, config, large)
+    assert bool(caplog.text) == (options.get("rlhf_type") == "grpo")
+
+
 def test_a_checkpoint_of_an_earlier_release_says_less(tmp_path: Path) -> None:
     """What it does not say is not compared."""
     written = Written(tmp_path)

@@ -17,9 +17,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from shardproof.doctor.checks.check import Check, some
 from shardproof.doctor.checks.machine import installed
-from shardproof.doctor.checks.rlhf_checks import draws_answers, rewards
+from shardproof.doctor.checks.rlhf_checks import rewards
 from shardproof.doctor.observe import observe
 from shardproof.models.family import FED_BY, MEDIA, anatomy, guessed_part
+from shardproof.train.options.rlhf_config import draws_answers
 from shardproof.train.run import Prepared
 from shardproof.zero.device import default_device
 from shardproof.zero.parameter import ShardedParameter

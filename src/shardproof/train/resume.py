@@ -21,7 +21,7 @@ log = logging.getLogger("shardproof")
 
 Config = TypeVar("Config", bound=RunConfig)
 
-ROWS = "global_batch_size"
+ROWS, DEALT = "global_batch_size", "dealt"
 SIZES = ROWS, "per_device_batch_size", "gradient_accumulation_steps"
 AUTO, RUN, SUMS, STATE = "auto", "run.json", "rows.crc32", "trainer_state.json"
 
@@ -220,17 +220,21 @@ def with_rows_a_step(config: Config, world_size: int) -> Config:
     return changed
 
 
-def order_of(config: RunConfig, rows: Any, encoded: int, batch: int) -> dict[str, bytes]:
+def order_of(
+    config: RunConfig, rows: Any, encoded: int, batch: int, dealt: dict[str, int] | None = None
+) -> dict[str, bytes]:
     """What decides which rows a step sees and what they are, as files of a checkpoint.
 
     Args:
         rows: as they were read, with `checksums`.
         encoded: how many there are to learn from, packed ones counted once.
         batch: rows of a step.
+        dealt: see dealt.py
     """
     said = {
         "rows": encoded,
         ROWS: batch,
+        DEALT: dealt,
         **{name: getattr(config, name) for name in (*PLACES, *CONTENTS) if name in type(config).model_fields},
         "optimizer": config.optimizer + (" --stochastic-rounding" if config.stochastic_rounding else ""),
     }
@@ -257,6 +261,7 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> None:
     saved = unsaid | json.loads(file.read_text(encoding="utf-8"))
     here = json.loads(order[RUN])
     _check_options(start, here.pop("options"), saved.get("options", {}))
+    here.pop(DEALT)  # see dealt.py
     odd = [name for name in here if here[name] != saved.get(name, here[name])]
     if "optimizer" in odd:
         raise ConfigError(

@@ -36,6 +36,7 @@ from shardproof.plugins import check_files, check_names, load
 from shardproof.train.adapters.adding import check_named_parts
 from shardproof.train.adapters.beginning import begin_adapters, check_beginning, check_begun
 from shardproof.train.adapters.begun import other_bases
+from shardproof.train.dealt import dealt, tell_other_processes
 from shardproof.train.folder import BASE, RunFolder, tell_other_weights
 from shardproof.train.model.compiled import check_compiler
 from shardproof.train.model.loading import (
@@ -251,9 +252,10 @@ def prepare(
                 f"--drop-last leaves all rows out: there are {many:,} to learn from, and a step takes {batch.whole:,}."
                 " Leave it out, or take fewer rows a step."
             )
-        order = order_of(config, rows, many, batch.whole) if begin or config.writes_checkpoints else {}
+        order = order_of(config, rows, many, batch.whole, dealt(batch)) if begin or config.writes_checkpoints else {}
         if begin:
             check_order(begin[0], order, rows)
+            tell_other_processes(begin[0], config, batch)
         if begin and config.tuner == "lora":
             tell_other_weights(begin[0].parent, source)
             check_begun(config, begin[0])

@@ -8,8 +8,8 @@ from typing import Any
 from shardproof.doctor.checks.check import Check, option_in, some
 from shardproof.doctor.checks.data_checks import longer_than
 from shardproof.errors import ConfigError, DataError
-from shardproof.train.options.config import Batch, RunConfig
-from shardproof.train.options.rlhf_config import PAIRED, REWARDED, RlhfConfig
+from shardproof.train.options.config import Batch
+from shardproof.train.options.rlhf_config import PAIRED, REWARDED, RlhfConfig, draws_answers
 from shardproof.train.rlhf.algorithms import ALGORITHMS
 from shardproof.train.rlhf.rewards import check_rewarded
 
@@ -83,13 +83,6 @@ def labels(config: RlhfConfig, rows: Any) -> list[Check]:
     if good and len(rows) - good:
         return [Check(AREA, "labels", "ok", seen)]
     return [Check(AREA, "labels", "warn", seen, "All answers are pushed the same way.", "rows of both kinds")]
-
-
-def draws_answers(config: RunConfig) -> bool:
-    """Whether a run learns from answers that are drawn by chance while it trains."""
-    if not isinstance(config, RlhfConfig):
-        return False
-    return config.rlhf_type in REWARDED or (config.rlhf_type == "gkd" and (config.lmbda > 0 or config.seq_kd))
 
 
 def check_verifiable(config: RlhfConfig) -> None:

@@ -236,3 +236,10 @@ class RlhfConfig(RunConfig):
             return self.learning_rate
         rate = LEARNING_RATE.get(self.rlhf_type, 1e-6)
         return rate * LORA_FACTOR if self.tuner == "lora" else rate
+
+
+def draws_answers(config: RunConfig) -> bool:
+    """Whether a run learns from answers that are drawn by chance while it trains."""
+    if not isinstance(config, RlhfConfig):
+        return False
+    return config.rlhf_type in REWARDED or (config.rlhf_type == "gkd" and (config.lmbda > 0 or config.seq_kd))

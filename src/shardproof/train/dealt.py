@@ -1,0 +1,54 @@
+"""What another number of processes changes in a run that goes on, though a step has the same rows: losses that compare
+the rows of a micro-batch of all processes, and answers that each process draws."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from shardproof.train.options.batch import Batch
+from shardproof.train.options.config import RunConfig, SftConfig
+from shardproof.train.options.rlhf_config import RlhfConfig, draws_answers
+from shardproof.train.resume import DEALT, RUN
+
+log = logging.getLogger("shardproof")
+
+
+def dealt(batch: Batch) -> dict[str, int]:
+    """What a checkpoint keeps of it."""
+    return {"together": batch.micro * batch.readers, "processes": batch.world_size}
+
+
+def tell_other_processes(start: Path, config: RunConfig, batch: Batch) -> None:
+    """Say, once, that losses from here on are not those of the run that wrote the checkpoint, and what would keep them.
+    An earlier release did not write how its rows were dealt out."""
+    file = start / RUN
+    saved = json.loads(file.read_text(encoding="utf-8")).get(DEALT) if file.is_file() else None
+    here = dealt(batch)
+    if not saved or saved == here:
+        return
+    if (what := _compared(config)) and saved["together"] != here["together"]:
+        keeps, odd = divmod(saved["together"], batch.readers)
+        log.warning(
+            "%s, %d now and %d in %s: the losses from here on are others than without a stop.%s",
+            *(what, here["together"], saved["together"], start),
+            "" if odd else f" --per-device-batch-size {keeps} keeps them.",
+        )
+    if draws_answers(config) and saved["processes"] != here["processes"]:
+        log.warning(
+            "Each process draws its answers by chance: on %d instead of %d the run goes on with others.",
+            *(here["processes"], saved["processes"]),
+        )
+
+
+def _compared(config: RunConfig) -> str:
+    """In which words a loss compares the rows of a micro-batch; nothing for one that does not."""
+    if isinstance(config, RlhfConfig):
+        alone = config.rlhf_type != "kto" or config.loss_type == ["apo_zero_unpaired"]
+        return "" if alone else "The reference point of kto is a mean over the rows of a micro-batch of all processes"
+    from shardproof.train.embedding.recipe import INFONCE, loss_of  # here, as it begins with run.py
+
+    if isinstance(config, SftConfig) and config.task == "embedding" and loss_of(config) == INFONCE:
+        return "With --loss infonce a row is compared with those of a micro-batch of all processes"
+    return ""
