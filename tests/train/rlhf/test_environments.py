@@ -60,6 +60,11 @@ def test_an_environment_is_enough_of_a_judge(pools: Any, caller: Path, tmp_path:
     assert series[0]["reward"] == series[0]["rewards/Adding/mean"] == 1.0
 
 
+def test_half_a_character_of_an_environment_is_a_mark() -> None:
+    """A tokenizer takes none."""
+    assert factory_of([f"{FUNCTIONS}:Halved"])().reset() == " caf?"
+
+
 def test_each_row_has_its_own(pools: Any, caller: Path, tmp_path: Path) -> None:
     """Of several, the one that it names, whose methods it is shown, and what that tells it."""
     rows = [{"query": "Sum?", "environment": "Adding", "told": " Be quick."}, {"query": "Next?", "environment": "Next"}]
@@ -131,6 +136,7 @@ def test_what_an_environment_does_wrong_is_said(
             "Rows to evaluate on: --environments",
         ),
         ([f"{FUNCTIONS}:Adding", f"{FUNCTIONS}:Waiting", "--dataset", "BOTH"], "its 'environment' is ['Adding'], and"),
+        ([f"{FUNCTIONS}:OneByOne"], "OneByOne, numbers: it yields, and a call has one answer: return it."),
         ([f"{FUNCTIONS}:Unfinished"], "the class is abstract. It lacks move."),
         ([f"{FUNCTIONS}:Wanting"], "wants 'level', and no column of the rows has that name. There are: prompt."),
         ([f"{FUNCTIONS}:Narrow", "--dataset", "TOLD"], "does not take 'told': begin it with 'def reset(self, **col"),

@@ -112,6 +112,8 @@ async def later(completions, **columns): return [1.0] * len(completions)
 class Judge:
     def __call__(self, completions, **columns): return [2.0] * len(completions)
 judge = Judge()
+def googol(completions, **columns): return [1, 10**400]
+def panics(completions, **columns): raise BaseException("in Rust")
 """
 
 
@@ -141,6 +143,8 @@ def called(own: Path, *names: str, alone: bool = True) -> list[list[float | None
         ("digits", "returned '1.0' (str) for answer 1"),
         ("nan", "returned nan for answer 2"),
         ("inf", "returned inf for answer 2"),
+        ("googol", "returned inf for answer 2"),
+        ("panics", "failed with BaseException: in Rust"),
         ("large", "returned -1e+38 for answer 1. Rewards are computed in fp32"),
         ("needs", "wants 'nothere', and no column of the rows has that name. There are: solution"),
         ("greedy", "does not take 'completion_ids'"),

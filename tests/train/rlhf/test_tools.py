@@ -218,6 +218,7 @@ def test_calls_that_all_fail_are_told_once(pools: Any, caller: Path, tmp_path: P
             "because it has no docstring.\nThe model learns what",
         ),
         (["--tools", f"{FUNCTIONS}:untyped"], "from the types of its arguments: write both."),
+        (["--tools", f"{FUNCTIONS}:one_by_one"], "one_by_one: it yields, and a call has one answer: return it."),
         (["--tools", f"{FUNCTIONS}:add", "--use-vllm"], "--tools and --use-vllm: TRL asks the server for all ranks"),
         (["--tools", f"{FUNCTIONS}:add", "--rlhf-type", "rloo"], "--tools means nothing to --rlhf-type rloo"),
         (["--tools", f"{FUNCTIONS}:add", "--chat-template", "chatml"], "has no words for calls of functions"),
@@ -251,12 +252,21 @@ def test_lists_that_functions_return_are_told() -> None:
 
 
 def test_a_function_that_wants_to_end_the_process_has_failed() -> None:
-    """TRL tells the model of Exceptions only; a run would end there, with the exit code that it gave."""
-    at_once, later = load_tools([f"{FUNCTIONS}:leaves", f"{FUNCTIONS}:leaves_later"])
+    """TRL tells the model of Exceptions only; a run would end there, with the exit code that it gave. So would one
+    whose function panics in Rust."""
+    at_once, later, panics = load_tools([f"{FUNCTIONS}:{name}" for name in ("leaves", "leaves_later", "panics")])
     with pytest.raises(RuntimeError, match="SystemExit: 0"):
         at_once(0)
     with pytest.raises(RuntimeError, match="SystemExit: 3"):
         asyncio.run(later(3))
+    with pytest.raises(RuntimeError, match="BaseException: index out of bounds"):
+        panics(0)
+
+
+def test_half_a_character_is_told_as_a_mark() -> None:
+    """A tokenizer takes none: the run ended in its words, which name no function."""
+    (half,) = load_tools([f"{FUNCTIONS}:half"])
+    assert half(0) == "caf?"
 
 
 def test_functions_that_call_themselves_the_same_are_refused() -> None:

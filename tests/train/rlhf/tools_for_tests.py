@@ -229,3 +229,46 @@ class Endless:
             a: a number.
         """
         return a + 1
+
+
+def panics(a: int) -> int:
+    """Do what a library written in Rust does.
+
+    Args:
+        a: a number.
+    """
+    raise BaseException("index out of bounds")
+
+
+def half(a: int) -> str:
+    """Say what `os.listdir` says of a name that is no UTF-8.
+
+    Args:
+        a: a number.
+    """
+    return "caf\udce9"
+
+
+def one_by_one(a: int) -> Any:
+    """Numbers from another on.
+
+    Args:
+        a: the other.
+    """
+    yield a
+
+
+class Halved(Adding):
+    def reset(self, **columns: Any) -> str:
+        super().reset(**columns)
+        return " caf\udce9"
+
+
+class OneByOne(Adding):
+    async def numbers(self, a: int) -> Any:
+        """Numbers from another on.
+
+        Args:
+            a: the other.
+        """
+        yield a

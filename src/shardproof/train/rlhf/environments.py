@@ -20,7 +20,7 @@ from shardproof.train.options.rlhf_config import RlhfConfig
 from shardproof.train.rlhf.functions import function_of
 from shardproof.train.rlhf.reward_calls import failure, guarded, misfit, number_from, place_of, wants
 from shardproof.train.rlhf.tools import OPTION as TOOLS
-from shardproof.train.rlhf.tools import check_named, description_of, descriptions, own_name, telling
+from shardproof.train.rlhf.tools import check_named, description_of, descriptions, own_name, telling, whole_text
 
 OPTION = "--environments"
 COLUMN = "environment"  # of rows: which of several
@@ -142,7 +142,7 @@ def _observed(value: Any, subject: str) -> str | None:
     """What `reset` tells the model, at the end of the last turn of its prompt."""
     if value is not None and not isinstance(value, str):
         raise ConfigError(f"{subject} returned {value!r:.60} ({type(value).__name__}). A text is wanted, or None.")
-    return value
+    return value and whole_text(value)
 
 
 def _reward(value: Any, subject: str) -> float | None:

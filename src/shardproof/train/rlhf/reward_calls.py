@@ -5,6 +5,7 @@ A reward of NaN trains on a loss of 0 or NaN without a word; so what comes back 
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import math
@@ -19,6 +20,8 @@ from shardproof.errors import ConfigError
 log = logging.getLogger("shardproof")
 
 LARGEST = 1e16  # rewards are kept in fp32, which has to hold a million squares of them for their deviation
+
+NOT_ITS_OWN = (KeyboardInterrupt, asyncio.CancelledError)  # what a function of the user's did not begin
 
 # What TRL hands to reward functions under names of its own.
 TAKEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
@@ -93,7 +96,9 @@ def guarded(
         begin(given)
         try:
             result = function(*args, **given)
-        except (Exception, SystemExit) as error:  # whatever the user's function raises
+        except NOT_ITS_OWN:
+            raise
+        except BaseException as error:  # whatever the user's function raises; what panics in Rust is no Exception
             raise failed(error, given) from error
         return end(result, given)
 
@@ -101,7 +106,9 @@ def guarded(
         begin(given)
         try:
             result = await function(*args, **given)
-        except (Exception, SystemExit) as error:
+        except NOT_ITS_OWN:
+            raise
+        except BaseException as error:
             raise failed(error, given) from error
         return end(result, given)
 
@@ -192,6 +199,8 @@ def number_from(value: Any, subject: str, wanted: str, of: str = "") -> float | 
         number = None if value is None else float(value)
     except (TypeError, ValueError):
         raise ConfigError(f"{subject} returned {value!r:.60} ({type(value).__name__}){of}. {wanted}") from None
+    except OverflowError:  # an int that has no float
+        number = math.inf
     if number is not None and not math.isfinite(number):
         raise ConfigError(
             f"{subject} returned {number}{of}, from which nothing can be learnt. Return a finite "

@@ -17,6 +17,7 @@ from shardproof.errors import ConfigError
 from shardproof.train.model.loading import first_line, tokenizer_of
 from shardproof.train.options.rlhf_config import RlhfConfig
 from shardproof.train.rlhf.functions import check_there, function_of, is_in_file
+from shardproof.train.rlhf.reward_calls import NOT_ITS_OWN
 from shardproof.train.rlhf.vllm import together_by
 
 OPTION = "--tools"
@@ -58,7 +59,8 @@ def load_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
 
 def telling(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, with what it returns as a text: TRL takes lists for the parts of a turn, of which chat templates of
-    models of text write down nothing. One that wants to end the process has failed, as any that raises."""
+    models of text write down nothing. One that wants to end the process has failed, as any that raises, and so
+    has one that panics in Rust, which is no Exception."""
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
@@ -80,8 +82,10 @@ def telling(function: Callable[..., Any]) -> Callable[..., Any]:
 def _staying() -> Iterator[None]:
     try:
         yield
-    except SystemExit as end:
-        raise RuntimeError(f"SystemExit: {end.code}") from end
+    except (Exception, *NOT_ITS_OWN):
+        raise
+    except BaseException as end:
+        raise RuntimeError(f"{type(end).__name__}: {end}") from end
 
 
 def _as_text(value: Any) -> str:
@@ -90,8 +94,13 @@ def _as_text(value: Any) -> str:
     if any(part.get("type") == "image" and "image" in part for part in parts):
         raise ValueError("it returned a picture, and answers go on with text only")
     if parts and all(part.get("type") == "text" and "text" in part for part in parts):
-        return "".join(str(part["text"]) for part in parts)
-    return str(value)
+        return whole_text("".join(str(part["text"]) for part in parts))
+    return whole_text(str(value))
+
+
+def whole_text(text: str) -> str:
+    """With a mark in place of half a character (of a file's name that is no UTF-8), which no tokenizer takes."""
+    return text.encode(errors="replace").decode()
 
 
 def descriptions(names: Sequence[str]) -> list[dict[str, Any]] | None:
@@ -123,9 +132,12 @@ def description_of(option: str, name: str, function: Any) -> dict[str, Any]:
     """What chat templates tell the model of a function.
 
     Raises:
-        ConfigError: it does not say what it does.
+        ConfigError: it does not say what it does, or gives several answers.
     """
     from transformers.utils import get_json_schema
+
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(f"{option} {name}: it yields, and a call has one answer: return it.")
 
     try:
         return dict(get_json_schema(function))
