@@ -93,6 +93,20 @@ def test_a_step_has_what_teaches_on_any_number_of_ranks(
     assert series[1][0]["grad_norm"] > 0
 
 
+def test_all_answers_are_written_down_however_rarely_a_run_logs(
+    pools: Any, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """And in how many of its steps answers are written: every two micro-batches, of which a step has three."""
+    asked = "--steps-per-generation 2 --per-device-batch-size 2 --logging-steps 2 --global-batch-size 6 --max-steps 4"
+    given = options_of("grpo", models["policy"], tmp_path)
+    at = [given.index(name) for name in ("--global-batch-size", "--max-steps")]
+    given = [word for i, word in enumerate(given) if i not in (*at, *(i + 1 for i in at))]
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    pools.run(1, series_of, prepared_for([*given, *asked.split()], 1, [{}], folder), timeout=300.0)
+    written = [json.loads(line)["step"] for line in (folder / "0/completions.jsonl").read_text().splitlines()]
+    assert written == [1] * 8 + [2] * 4 + [3] * 8 + [4] * 4
+
+
 def test_how_often_means_nothing_without_it() -> None:
     options = {"rlhf_type": "grpo", "reward_funcs": ["length"], "max_resample_times": 2}
     with pytest.raises(ConfigError, match="--max-resample-times means nothing without --dynamic-sample"):

@@ -26,9 +26,8 @@ from shardproof.train.rlhf.resampling import with_others
 from shardproof.train.trainer import CommandMixin
 
 log = logging.getLogger("shardproof")
-ALIKE = (
-    10  # batches in a row without a question whose answers differ in what they are worth, which chance explains no more
-)
+IMAGES, STEP = "images", "step"  # what TRL keeps of answers, and beside it in which step they were written
+ALIKE = 10  # batches in a row without a question whose answers differ in worth, which chance explains no more
 
 
 class Generating(OfTokens):
@@ -50,21 +49,31 @@ class Generating(OfTokens):
         **kwargs: Any,
     ) -> None:
         self.resamples, self._check_prompts = resamples, check_prompts
-        self._fresh, self._warned, self._alike = False, set[str](), 0
+        self._warned, self._alike = set[str](), 0
         self._tools: list[Any] = []
         self._prompted: Prompted | None = None
         # Rows to evaluate on have the same numbers, and answers to others are to be learnt from after an evaluation.
         rows = {True: kwargs["train_dataset"], False: kwargs["eval_dataset"]}
         self._prompts = {mode: Prompted(some) for mode, some in rows.items() if some is not None and are_pictured(some)}
         wanted: Any = kwargs["args"]
-        if make_reference is None or not wanted.beta:
-            super().__init__(*args, **kwargs)
-            return
-        reference = make_reference()  # it seeds; TRL's trainer then has each rank draw numbers of its own
-        kwargs["args"] = copy.copy(wanted)
-        kwargs["args"].beta, kwargs["args"].sync_ref_model = 0.0, False
+        reference = None
+        if make_reference is not None and wanted.beta:
+            reference = make_reference()  # it seeds; TRL's trainer then has each rank draw numbers of its own
+            kwargs["args"] = copy.copy(wanted)
+            kwargs["args"].beta, kwargs["args"].sync_ref_model = 0.0, False
         super().__init__(*args, **kwargs)
-        self._refer_to(reference, wanted)
+        self._forget_answers()
+        if reference is not None:
+            self._refer_to(reference, wanted)
+
+    def _forget_answers(self) -> None:
+        """Those that are written down. TRL keeps what fills one batch, and there may be several between two logs; of
+        pictures nothing is written."""
+        for name, values in self._logs.items():
+            self._logs[name] = (
+                defaultdict(deque) if isinstance(values, dict) else deque(maxlen=0 if name == IMAGES else None)
+            )
+        self._logs[STEP] = deque()
 
     def _refer_to(self, reference: Any, wanted: Any) -> None:
         """What TRL does with a reference that it loads itself."""
@@ -159,7 +168,7 @@ class Generating(OfTokens):
             "epochs": int(self.state.epoch or 0.0),
             "ranks": self.args.world_size,
             "left": plain_of(self._buffered_inputs) if left else None,
-            "answers": plain_of({name: told[name] for name in told if name != "images"}) if self._fresh else None,
+            "answers": plain_of({name: told[name] for name in told if name != IMAGES}) if told[STEP] else None,
         }
 
     def take_kept_by_rank(self, kept: dict[str, Any]) -> None:
@@ -168,7 +177,6 @@ class Generating(OfTokens):
         for _ in range(kept["epochs"]):  # TRL's sampler draws each order from the generator that drew the last
             next(iter(self._sampler), None)
         if kept["answers"] is not None:  # they are written down with the next log
-            self._fresh = True
             _extend(self._logs, kept["answers"])
         if kept["left"] is None:
             return
@@ -182,8 +190,6 @@ class Generating(OfTokens):
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         if not (self.resamples and self.model.training):
             return self._written(inputs)
-        # TRL keeps what it writes down of one batch, and here a step may have several.
-        self._logs = {name: defaultdict(deque) if isinstance(v, dict) else deque() for name, v in self._logs.items()}
         made = self._written(inputs)
         rank, pad = self.accelerator.process_index, self.processing_class.pad_token_id
         more = self._more(len(inputs))
@@ -206,24 +212,27 @@ class Generating(OfTokens):
 
     def _written(self, inputs: Any) -> Any:
         self.finite.check_weights()  # or drawing a token fails, with an error that says nothing of why
-        self._fresh = True
         self._tools = [row.get("tools") for row in inputs]  # TRL knows only tools that are functions of its own
         self._prompted = self._prompts.get(self.model.training)
         if self._prompted is None:
             self.count_from_first_tokens(self.model, self.ref_model, *self.also_trained)
-            return super()._generate_and_score_completions(inputs)
-        output = super()._generate_and_score_completions(self._prompted.begin(inputs))
-        return output | {NUMBER: torch.tensor(self._prompted.now)}
+            output = super()._generate_and_score_completions(inputs)
+        else:
+            output = super()._generate_and_score_completions(self._prompted.begin(inputs))
+            output |= {NUMBER: torch.tensor(self._prompted.now)}
+        step = self.state.global_step + self.model.training  # the one that begins
+        self._logs[STEP].extend([step] * (len(self._logs["completion"]) - len(self._logs[STEP])))
+        return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         self._warn_of_cut()
         self._warn_of_alike()
         self._warn_of_calls()
         super().log(logs, start_time)
-        if self.reporter is not None and self._fresh:
+        if self.reporter is not None:
             prompts = [_told(prompt) for prompt in self._logs["prompt"]]
-            self.reporter.generated(self.state.global_step, {**self._logs, "prompt": prompts})
-        self._fresh = False
+            self.reporter.generated({**self._logs, "prompt": prompts})
+        self._forget_answers()
 
     def _warn_once(self, of: str, text: str, *values: Any) -> None:
         if of not in self._warned and self.accelerator.is_main_process:

@@ -54,14 +54,14 @@ class Reporter(TrainerCallback):
         self.write(record)
         self.view.logged(record)
 
-    def generated(self, step: int, logs: Mapping[str, Any]) -> None:
-        """What was generated since the last log, and what it was worth, in the words of TRL's trainers."""
+    def generated(self, logs: Mapping[str, Any]) -> None:
+        """What was generated since the last log, in which steps, and what it was worth, as TRL's trainers keep it."""
         if not logs["completion"]:
             return
         rewards: Mapping[str, Any] = logs["rewards"]
         records = [
             {
-                "step": step,
+                "step": logs["step"][i],
                 "prompt": logs["prompt"][i],
                 "completion": logs["completion"][i],
                 "rewards": {name: _number(values[i]) for name, values in rewards.items()},
