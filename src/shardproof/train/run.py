@@ -38,6 +38,7 @@ from shardproof.train.adapters.beginning import begin_adapters, check_beginning,
 from shardproof.train.adapters.begun import other_bases
 from shardproof.train.dealt import dealt, tell_other_processes
 from shardproof.train.folder import BASE, RunFolder, tell_other_weights
+from shardproof.train.made_anew import tell_made_anew
 from shardproof.train.model.compiled import check_compiler
 from shardproof.train.model.loading import (
     TINY,
@@ -315,6 +316,8 @@ def train(
     reporter = Reporter(write or folder.records.add, view, folder.answers) if first else None
     if first and prepared.saves and config.tuner == "lora":
         folder.write_sample(prepared.model)
+    if first and not prepared.starts:
+        tell_made_anew(model, prepared.model)
     begin_adapters(model, config, prepared.starts, folder.path if first and prepared.saves else None)
     trainer = make_trainer([stop, *callbacks_of(config), *([reporter] if reporter else [])], reporter)
     stop.meet = trainer._meet

@@ -13,6 +13,7 @@ from shardproof.plugins import load
 from shardproof.train.adapters.beginning import check_layers_begin, in_words_of_peft
 from shardproof.train.adapters.begun import with_trained_adapters
 from shardproof.train.adapters.targets import ALL, check_wrapped, places_of, stacks_of, tell_of_left_out
+from shardproof.train.made_anew import check_kept
 from shardproof.train.model.balance import check_balance
 from shardproof.train.model.lacking import without_lacking
 from shardproof.train.model.loading import first_line, load_model, registered_model
@@ -76,6 +77,8 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
     chosen = choose_parts(model, config)
     places = places_of(model, config, chosen) if new else None
     if places is not None:
+        if kind == CAUSAL:  # a classifier keeps what it makes anew
+            check_kept(model, config.modules_to_save)
         check_wrapped(places, config)
         check_layers_begin(model, places, config)
         if config.target_modules == ALL:
@@ -133,6 +136,7 @@ def lora(config: RunConfig, task: str, model: Any, parts: Sequence[str]) -> Any:
     """Our options in PEFT's words. Of a model with several parts, all linear layers are those of `parts`."""
     from peft import LoraConfig
 
+    check_kept(model, config.modules_to_save)
     places = places_of(model, config, parts)
     check_wrapped(places, config)
     check_layers_begin(model, places, config)

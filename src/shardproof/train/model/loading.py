@@ -28,6 +28,7 @@ from shardproof.models.scorers import HEADED, SCORER, VALUER, load_scorer
 from shardproof.models.whole_files import check_whole_files
 from shardproof.plugins import OPTION, Plugins, load
 from shardproof.train.folder import ADAPTER, CONFIG, MODEL
+from shardproof.train.made_anew import note_made_anew, note_not_read
 from shardproof.train.model.attention import choose_attention, share_rows
 from shardproof.train.model.changes import add_tokens, grow, stretching
 from shardproof.train.model.parts import freeze_head
@@ -251,6 +252,7 @@ def load_model(
 
     loaded = _loaded(source, config, kind, model_type, to_shard, **more)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
+    note_not_read(model)
     if getattr(config, "new_special_tokens", None):
         tokenizer = load_tokenizer(source, config)
         add_tokens(tokenizer, config.new_special_tokens)  # type: ignore[attr-defined]
@@ -366,7 +368,7 @@ def from_registered(registered: Any, source: str, **options: Any) -> Any:
     try:
         if hasattr(registered, "from_pretrained"):
             model, found = registered.from_pretrained(source, output_loading_info=True, **options)
-            missing = sorted(found["missing_keys"])
+            missing = note_made_anew(model, found["missing_keys"])
         else:
             model = registered(source, **options)
     except Exception as error:  # whatever the user's code raises

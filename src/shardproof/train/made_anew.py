@@ -1,0 +1,73 @@
+"""Weights that the files of a model lack, and that are made at random when it is loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from shardproof.errors import ConfigError
+from shardproof.models.scorers import HEADS
+
+log = logging.getLogger("shardproof")
+
+_NAMES = "made_anew"  # what a model is told that it was loaded without
+SHOWN = 3
+
+
+def note_made_anew(model: Any, missing: Iterable[str]) -> list[str]:
+    """Have the model know which of its weights its files lack. Returns them, sorted."""
+    names = model.__dict__[_NAMES] = sorted(missing)
+    return names
+
+
+def note_not_read(model: Any) -> None:
+    """The same of a model whose weights are read when it is sharded: those that lie in no file. Of a model that has its
+    weights already it is not known any more."""
+    from shardproof.integrations.initial import Initial
+    from shardproof.zero.build import READER
+
+    readers = {name: p.__dict__.get(READER) for name, p in model.named_parameters()}
+    if any(readers.values()):
+        note_made_anew(model, [name for name, read in readers.items() if read is None or isinstance(read, Initial)])
+
+
+def made_anew(model: Any) -> list[str]:
+    """The weights that the model's files lack, but for a head that every run makes, and poolers, which are not used."""
+    names = getattr(model, _NAMES, ())
+    return [name for name in names if not name.startswith(HEADS) and "pooler" not in name.split(".")]
+
+
+def tell_made_anew(model: Any, source: str) -> None:
+    """Warn of weights that are not the model's."""
+    if names := made_anew(model):
+        log.warning(
+            "%d weight(s) are not in the files of %s and begin at random: %s. If they are not new to the model, these"
+            " are the files of another one.",
+            *(len(names), source, _some(names)),
+        )
+
+
+def check_kept(model: Any, modules_to_save: Iterable[str]) -> None:
+    """Raise ConfigError where adapters would be trained beside weights that nobody has afterwards: they lie in no file,
+    and only adapters are saved."""
+    whole = tuple(f".{name}" for name in modules_to_save)
+    lost = [name for name in made_anew(model) if not any(_within(name, one) for one in whole)]
+    if lost:
+        modules = dict.fromkeys(name.rpartition(".")[0] or name for name in lost)
+        raise ConfigError(
+            f"--tuner lora: {len(lost)} weight(s) are not in the model's files and begin at random ({_some(lost)})."
+            " Only adapters are saved, and elsewhere they would be put on other weights.\n"
+            f"If they are new to the model, train and save them whole: --modules-to-save {' '.join(modules)}. If not,"
+            " name the folder of the whole model."
+        )
+
+
+def _within(name: str, module: str) -> bool:
+    """Whether a parameter is of a module whose path ends so, as PEFT looks for it."""
+    parts = name.split(".")
+    return any(f".{'.'.join(parts[:end])}".endswith(module) for end in range(1, len(parts)))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
