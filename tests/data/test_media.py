@@ -168,6 +168,7 @@ def strange(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     soundfile.write(files / "nan.wav", np.array([0, np.nan, 0] * 1000), 8000, subtype="FLOAT")
     soundfile.write(files / "click.wav", np.zeros(400), 8000)
     soundfile.write(files / "empty.wav", np.zeros(0), 8000)
+    (files / "half.wav").write_bytes((files / "long.wav").read_bytes()[:80044])
     return files
 
 
@@ -190,6 +191,7 @@ def strange(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("image", "iVBORw0KGgo" * 100, r"\.\.\. \(1100 characters\)\): no path of a file: .*too long"),
         ("audio", "click.wav", "it lasts 0.050 s, a sound needs at least 0.1"),
         ("audio", "empty.wav", "the sound is empty"),
+        ("audio", "half.wav", "it breaks off: its header tells of 90.00 s, and 5.00 are there"),
         ("audio", "nan.wav", "values that are not finite"),
         ("image", "data:image/png;base64,aGVsbG8=", r"image 1 \(data:image/png;base64,aG...\): no picture"),
         ("video", "a.wav", "not an animated GIF, WebP or PNG|no video that can be read|has no picture"),
@@ -198,6 +200,14 @@ def strange(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_file_that_cannot_be_used_says_why(strange: Path, kind: str, file: str, problem: str) -> None:
     with pytest.raises(Problem, match=problem):
         read(strange, kind, file)
+
+
+def test_a_sound_that_was_written_without_knowing_its_length_is_whole(files: Path) -> None:
+    """As programs write it into a pipe."""
+    whole = (files / "a.wav").read_bytes()
+    streamed = whole.replace(b"data" + whole[40:44], b"data\xff\xff\xff\xff", 1)
+    assert streamed != whole
+    assert read(files, "audio", streamed, sampling_rate=8000).shape == (4000,)
 
 
 @pytest.fixture(scope="module")

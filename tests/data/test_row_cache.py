@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +218,23 @@ def test_the_option_says_where(place: Path, processor: Any, read: list[int], tin
     second = sft.encode(config, rows, processor).unpacked
     assert sorted(read) == [0, 1, 2]
     assert second.encoded.to_dict() == first.encoded.to_dict()
+
+
+def test_so_it_is_where_code_of_a_part_has_changed(place, processor, tiny_models, monkeypatch) -> None:
+    """Pictures may be prepared by code of the model's folder, which takes more files: rows of before it changed were
+    taken, of another length than those in training."""
+    code = place / "code"
+    code.mkdir()
+    for name in ("pictures.py", "beside.py"):
+        (code / name).write_text("SIDE = 28\n")
+    monkeypatch.syspath_prepend(str(code))
+    monkeypatch.delitem(sys.modules, "pictures", raising=False)
+    other = load_processor(str(tiny_models("qwen2_5_vl")), False)
+    made = type("Own", (type(other.image_processor),), {"__module__": importlib.import_module("pictures").__name__})
+    other.image_processor.__class__ = made
+    folders = [RowCache(place / "kept", MediaEncoder(one, Limits())).folder for one in (processor, other, other)]
+    assert folders[0] != folders[1] == folders[2]
+    for name in ("pictures.py", "beside.py"):
+        (code / name).write_text("SIDE = 56\n")
+        folders.append(RowCache(place / "kept", MediaEncoder(other, Limits())).folder)
+    assert len(set(folders)) == 4

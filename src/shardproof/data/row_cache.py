@@ -127,13 +127,22 @@ def _name(encoder: MediaEncoder) -> str:
     versions = {name: _version(name) for name in READERS}
     limits = {name: value for name, value in asdict(encoder.limits).items() if not name.startswith("remote")}
     told = hashlib.sha256(json.dumps([versions, limits, encoder.options], sort_keys=True, default=str).encode())
-    if not type(encoder.processor).__module__.startswith("transformers."):  # code that came with the model
-        told.update(Path(inspect.getfile(type(encoder.processor))).read_bytes())
+    for file in _code_of(encoder.processor):
+        told.update(file.read_bytes())
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
         write_processing(encoder.processor, scratch)
         for file in sorted(file for file in Path(scratch).rglob("*") if file.is_file()):
             told.update(file.name.encode() + file.read_bytes())
     return told.hexdigest()[:24]
+
+
+def _code_of(processor: Any) -> list[Path]:
+    """The files of code that came with the model, of the processor or of a part of it, and those beside them: a file
+    of such code takes others."""
+    classes = {type(one) for one in (processor, *vars(processor).values())}
+    own = [cls for cls in classes if not cls.__module__.startswith(("transformers.", "shardproof.", "builtins"))]
+    folders = {Path(inspect.getfile(cls)).parent for cls in own}
+    return sorted(file for folder in folders for file in folder.glob("*.py"))
 
 
 def _version(package: str) -> str | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from shardproof.data.broken_off import check_whole
 from shardproof.data.forms.parts import KINDS, Problem, decoded_uri, parts_of, shown
 from shardproof.data.media.limits import Limits
 from shardproof.data.rows import Row
@@ -140,6 +141,7 @@ def read_audio(file: Any, row: Row, limits: Limits) -> np.ndarray[Any, Any]:
     try:
         with soundfile.SoundFile(source) as sound:
             _check_seconds(sound.frames / sound.samplerate, limits)
+            check_whole(sound)
             samples, rate = sound.read(dtype="float32", always_2d=True), sound.samplerate
     except (OSError, RuntimeError, ValueError) as error:
         raise Problem(f"no sound that can be read: {_reason(error)}") from None
