@@ -4,7 +4,9 @@ This module imports nothing of ours, so that every room may use it."""
 
 from __future__ import annotations
 
+import difflib
 import shlex
+from collections.abc import Iterable
 
 
 class ShardproofError(Exception):
@@ -50,3 +52,9 @@ class CheckpointError(ShardproofError):
 def exported(path: object, option: str = "--model") -> str:
     """The command that makes a model of a run, a checkpoint or adapters, to be typed as it stands."""
     return f"shardproof export {shlex.quote(str(path))} FOLDER, then {option} FOLDER"
+
+
+def did_you_mean(given: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """At the end of a sentence that refuses a name: which of those that are known is near, or nothing."""
+    near = difflib.get_close_matches(given, list(known), n=1, cutoff=cutoff)
+    return f" Did you mean {near[0]}?" if near else ""

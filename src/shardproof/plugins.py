@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from shardproof.errors import ConfigError, ShardproofError
+from shardproof.errors import ConfigError, ShardproofError, did_you_mean
 
 T = TypeVar("T")
 
@@ -93,8 +93,7 @@ class Plugins:
         if name in KINDS[kind].built_in:
             return None
         known = [*KINDS[kind].built_in, *self.names(kind)]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, known, 0.5)
         there = f"There is {', '.join(known)}. " if known else ""
         mine = "FILE.py:FUNCTION is one of your own. " if kind == "reward" else ""
         files = " ".join(self.files) or "my_file.py"

@@ -651,11 +651,11 @@ def test_losses_that_other_micro_batches_change_are_told(
 ) -> None:
     """Two processes with 6 rows each go on as one with two times 6: a step has the same rows."""
     from shardproof.data.rows import Rows
-    from shardproof.train.dealt import dealt, tell_other_processes
     from shardproof.train.options.batch import Batch
     from shardproof.train.options.config import SftConfig
     from shardproof.train.options.rlhf_config import RlhfConfig
     from shardproof.train.resume import check_order, order_of
+    from shardproof.train.rows.dealt import dealt, tell_other_processes
 
     config, rows = (RlhfConfig if kind == "rlhf" else SftConfig)(**options), Rows([], [])
     two, one, large = (Batch(micro=m, accumulation=a, world_size=w) for m, a, w in ((6, 1, 2), (6, 2, 1), (12, 1, 1)))

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardproof.casebook import cases
 from shardproof.casebook.models import adamw, numbers, plain
-from shardproof.errors import ConfigError
+from shardproof.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -125,7 +125,6 @@ def case_named(name: str) -> Case:
     Raises:
         ConfigError: there is none.
     """
-    import difflib
 
     if "." in name:
         try:
@@ -133,7 +132,6 @@ def case_named(name: str) -> Case:
         except (ModuleNotFoundError, AttributeError) as error:
             raise ConfigError(f"{name} is no module with a CASE: {error}.") from error
     if name not in all_cases():
-        near = difflib.get_close_matches(name, all_cases(), n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, all_cases())
         raise ConfigError(f"There is no case {name!r}.{hint}\n'shardproof cases --list' shows them all.")
     return all_cases()[name]

@@ -36,9 +36,7 @@ from shardproof.plugins import check_files, check_names, load
 from shardproof.train.adapters.adding import check_named_parts
 from shardproof.train.adapters.beginning import begin_adapters, check_beginning, check_begun
 from shardproof.train.adapters.begun import other_bases
-from shardproof.train.dealt import dealt, tell_other_processes
 from shardproof.train.folder import BASE, RunFolder, tell_other_weights
-from shardproof.train.made_anew import tell_made_anew
 from shardproof.train.model.compiled import check_compiler
 from shardproof.train.model.loading import (
     TINY,
@@ -48,6 +46,7 @@ from shardproof.train.model.loading import (
     load_processing,
     tokenizer_of,
 )
+from shardproof.train.model.made_anew import tell_made_anew
 from shardproof.train.model.positions import check_positions
 from shardproof.train.model.vocabulary import check_vocabulary
 from shardproof.train.options.batch import Batch, steps_of
@@ -67,6 +66,7 @@ from shardproof.train.resume import (
     starts,
     step_of,
 )
+from shardproof.train.rows.dealt import dealt, tell_other_processes
 from shardproof.train.rows.media import check_media_root, warn_of_limits
 from shardproof.train.saved_model import save_model
 

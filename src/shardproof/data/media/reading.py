@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from shardproof.data.broken_off import check_whole
 from shardproof.data.forms.parts import KINDS, Problem, decoded_uri, parts_of, shown
+from shardproof.data.media.broken_off import check_whole
 from shardproof.data.media.limits import Limits
 from shardproof.data.rows import Row
 

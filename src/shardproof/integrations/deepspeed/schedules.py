@@ -7,14 +7,13 @@ because the count is raised only after a step. torch counts from 0, so the step 
 
 from __future__ import annotations
 
-import difflib
 import math
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardproof.errors import ConfigError
+from shardproof.errors import ConfigError, did_you_mean
 from shardproof.integrations.deepspeed.optimizers import check_arguments
 from shardproof.integrations.deepspeed.sections import Named
 
@@ -261,10 +260,9 @@ def make(section: Named, optimizer: torch.optim.Optimizer) -> LRScheduler:
     torchs = {n: k for n, k in vars(torch.optim.lr_scheduler).items() if isinstance(k, type) and n[0].isupper()}
     kind = OF_DEEPSPEED.get(section.type) or torchs.get(section.type)
     if kind is None:
-        near = difflib.get_close_matches(section.type, [*OF_DEEPSPEED, *torchs], n=1, cutoff=0.4)
         raise ConfigError(
             f"scheduler.type {section.type!r} is not a schedule of DeepSpeed or torch."
-            f"{f' Did you mean {near[0]}?' if near else ''}"
+            f"{did_you_mean(section.type, [*OF_DEEPSPEED, *torchs], 0.4)}"
         )
     open_ends = [key for key in ("warmup_num_steps", "total_num_steps") if section.params.get(key) == "auto"]
     if open_ends:

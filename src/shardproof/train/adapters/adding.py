@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from shardproof.errors import ConfigError
+from shardproof.errors import ConfigError, did_you_mean
 from shardproof.models.family import CAUSAL, anatomy
 from shardproof.plugins import load
 from shardproof.train.adapters.beginning import check_layers_begin, in_words_of_peft
 from shardproof.train.adapters.begun import with_trained_adapters
 from shardproof.train.adapters.targets import ALL, check_wrapped, places_of, stacks_of, tell_of_left_out
-from shardproof.train.made_anew import check_kept
 from shardproof.train.model.balance import check_balance
 from shardproof.train.model.lacking import without_lacking
 from shardproof.train.model.loading import first_line, load_model, registered_model
+from shardproof.train.model.made_anew import check_kept
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.patterns import check_pattern, whole_names
 from shardproof.train.options.rlhf_config import REFERRED
@@ -93,8 +92,7 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
         named["--target-modules"] = [target for target in targets if target not in places.read]
     for option, target in ((option, target) for option, targets in named.items() for target in targets):
         if not any(f".{name}".endswith(f".{target}") for name in there):
-            near = difflib.get_close_matches(target, modules, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(target, modules)
             linear = dict.fromkeys(n.rpartition(".")[2] for n, m in there.items() if hasattr(m, "in_features"))
             every = "; 'all-linear' is all but the head" if option == "--target-modules" else ""
             if [target] == ALL and every:

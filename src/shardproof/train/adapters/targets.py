@@ -9,7 +9,6 @@ as it is: a layer that it would not find, as the weight that it has.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import logging
 import re
@@ -17,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardproof.errors import ConfigError
+from shardproof.errors import ConfigError, did_you_mean
 from shardproof.models.family import anatomy
 from shardproof.models.scorers import HEADS
 from shardproof.train.model.loading import first_line
@@ -310,10 +309,9 @@ def _check_parameters(model: Any, names: Sequence[str], modules: Sequence[str], 
             raise ConfigError(
                 f"--target-parameters {end}: {found[0]} has {sizes[found[0]]} dimension(s), and adapters need matrices."
             )
-        near = difflib.get_close_matches(end, dict.fromkeys(map(_end, able)), n=1)
         raise ConfigError(
             f"--target-parameters {end}: the model has no parameter of that name."
-            + (f" Did you mean {near[0]}?" if near else "")
+            + did_you_mean(end, dict.fromkeys(map(_end, able)))
             + stacks_of(model)
         )
 

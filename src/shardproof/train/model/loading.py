@@ -13,7 +13,7 @@ from typing import Any
 
 from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.data.encoding.template import stops
-from shardproof.errors import ConfigError, exported
+from shardproof.errors import ConfigError, did_you_mean, exported
 from shardproof.models.classes import (
     check_looks_back,
     check_own_code,
@@ -28,9 +28,9 @@ from shardproof.models.scorers import HEADED, SCORER, VALUER, load_scorer
 from shardproof.models.whole_files import check_whole_files
 from shardproof.plugins import OPTION, Plugins, load
 from shardproof.train.folder import ADAPTER, CONFIG, MODEL
-from shardproof.train.made_anew import note_made_anew, note_not_read
 from shardproof.train.model.attention import choose_attention, share_rows
 from shardproof.train.model.changes import add_tokens, grow, stretching
+from shardproof.train.model.made_anew import note_made_anew, note_not_read
 from shardproof.train.model.parts import freeze_head
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.option import REPORTS
@@ -149,8 +149,7 @@ def check_packages(config: RunConfig) -> None:
     """Raise ConfigError for an option whose package is not installed."""
     for name in config.report_to:
         if name not in REPORTS:
-            near = "".join(f" Did you mean {one}?" for one in difflib.get_close_matches(name, REPORTS, n=1))
-            raise ConfigError(f"--report-to {name}: the choices are {', '.join(REPORTS)}.{near}")
+            raise ConfigError(f"--report-to {name}: there is {', '.join(REPORTS)}.{did_you_mean(name, REPORTS)}")
         if name != "none" and importlib.util.find_spec(name) is None:
             raise ConfigError(f"--report-to {name} needs the package {name}: pip install {name}")
 

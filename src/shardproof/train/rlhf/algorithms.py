@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import math
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 from shardproof.data.forms.formats import SUPERVISED, Form
 from shardproof.data.forms.preferences import JUDGED, PAIRS, PROMPTS
-from shardproof.errors import ConfigError
+from shardproof.errors import ConfigError, did_you_mean
 from shardproof.train.options.config import Batch
 from shardproof.train.options.option import flag
 from shardproof.train.options.rlhf_config import PAIRED, REFERRED, REWARDED, SAME, RlhfConfig
@@ -192,8 +191,7 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
             raise ConfigError(f"{flag(name)} means nothing to --rlhf-type {kind}; it is for {', '.join(kinds)}.")
     for loss in config.loss_type:
         if loss not in LOSSES[kind]:
-            near = difflib.get_close_matches(loss, LOSSES[kind], n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(loss, LOSSES[kind])
             raise ConfigError(f"--loss-type {loss}: {kind} has no such loss.{hint} It has {', '.join(LOSSES[kind])}.")
     _check_cut(config)
     _check_extras(config)
@@ -244,10 +242,9 @@ def _check_extras(config: RlhfConfig) -> None:
     for name, value in config.trl_arguments.items():
         said = f"--trl-arguments {name}={value}"
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
             if name in RlhfConfig.model_fields:
                 raise ConfigError(f"{said}: this is an option of its own, {flag(name)}.")
-            hint = f" Did you mean {near[0]}?" if near else f" It has {', '.join(known)}."
+            hint = did_you_mean(name, known) or f" It has {', '.join(known)}."
             raise ConfigError(f"{said}: --rlhf-type {config.rlhf_type} has no such argument here.{hint}")
         kind = known[name]
         if isinstance(kind, tuple):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Callable
 
-from shardproof.errors import ConfigError
+from shardproof.errors import ConfigError, did_you_mean
 from shardproof.train.options.option import flag
 from shardproof.train.options.rlhf_config import REWARDED, RlhfConfig
 
@@ -163,8 +162,7 @@ def _check_best(config: RlhfConfig) -> None:
             return
         known += [f"rewards/{function}/{what}" for function in config.reward_funcs for what in ("mean", "std")]
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, known)
         raise ConfigError(
             f"--best-metric {config.best_metric}: an evaluation of {kind} has the {', '.join(known)}.{hint}"
         )

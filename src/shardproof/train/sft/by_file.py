@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.data.rows import parse_spec
-from shardproof.errors import ConfigError
+from shardproof.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +51,7 @@ def check_best(config: SftConfig, metrics: Sequence[str], has: str) -> None:
     of_files = [f"{file}_{metric}" for file in _told_apart(config) for metric in metrics]
     if of_files:
         has += f", and of each file {', '.join(of_files[: MOST // 2])}" + (" ..." if len(of_files) > MOST // 2 else "")
-    near = difflib.get_close_matches(config.best_metric.removeprefix("eval_"), [*metrics, *of_files], n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(config.best_metric.removeprefix("eval_"), [*metrics, *of_files])
     raise ConfigError(f"--best-metric {config.best_metric}: an evaluation has {has}.{hint}")
 
 
