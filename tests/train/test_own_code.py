@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.slow
+LORA = ["--tuner", "lora", "--target-modules", ".*vpm.*(q_proj|v_proj)|.*llm.*q_proj", "--modules-to-save", "resampler"]
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,12 @@ def runs(commands, argv: list[str], model: Path, files: Path, tmp_path_factory: 
                 ("asked", [*asked, "--trust-remote-code"]),
                 ("asked_by_two", [*asked, "--trust-remote-code", "--nproc", "2"]),
                 ("asked_without", asked),
+                ("lora", [*allowed, str(model), "--nproc", "1", "--stage", "0", *LORA]),
+                ("lora_two", [*allowed, str(model), *LORA]),
+                ("lora_on", [*allowed[:-1], "--tuner", "lora", "--adapters", "RUNS/lora_two"]),
+                ("lora_asked", [*asked[:1], "RUNS/lora_two", *asked[2:], "--trust-remote-code"]),
+                ("lora_out", ["export", "RUNS/lora_two", "OUT", "--trust-remote-code"]),
+                ("lora_out_asked", [*asked[:1], "RUNS/lora_out", *asked[2:], "--trust-remote-code"]),
             ]
         )
 
@@ -95,6 +102,18 @@ def test_two_ranks_have_the_losses_of_one_process(runs) -> None:
     assert one.series("loss")[-1] < one.series("loss")[0]
     assert two.series("loss") == pytest.approx(one.series("loss"), abs=2e-5)
     assert two.series("grad_norm") == pytest.approx(one.series("grad_norm"), rel=1e-4)
+
+
+def test_so_they_have_with_adapters_which_are_asked_exported_and_trained_on(runs) -> None:
+    """PEFT's model for what writes asks for more than code of that kind has."""
+    one, two, on = runs["lora"], runs["lora_two"], runs["lora_on"]
+    assert (one.code, two.code, on.code) == (0, 0, 0), one.output + two.output + on.output
+    assert one.series("loss")[-1] < one.series("loss")[0]
+    assert two.series("loss") == pytest.approx(one.series("loss"), abs=2e-5)
+    assert on.series("loss")[0] < two.series("loss")[0]
+    answers = [runs[name] for name in ("lora_asked", "lora_out", "lora_out_asked")]
+    assert [run.code for run in answers] == [0, 0, 0], [run.output for run in answers]
+    assert answers[0].output.strip().splitlines()[-1:] == answers[2].output.strip().splitlines()[-1:]
 
 
 def test_it_is_asked(runs, files: Path) -> None:
@@ -135,6 +154,8 @@ def test_its_files_are_planned(model: Path, monkeypatch, tmp_path) -> None:
     options = {"model": str(model), "trust_remote_code": True, "files": ["image=90x30"] * 2, "max_length": [64]}
     plan = make_plan(PlanConfig(**options, gpus=[2], stage="3", per_device_batch_size=[2]))
     assert plan.candidates[0].activations > 0
+    text = make_plan(PlanConfig(**options | {"files": []}, gpus=[2], stage="3", per_device_batch_size=[2]))
+    assert 0 < text.candidates[0].activations < plan.candidates[0].activations
 
 
 def test_doctor_plans_its_longest_row_with_files(model: Path, files: Path, monkeypatch, tmp_path) -> None:

@@ -24,9 +24,9 @@ from shardproof.models.sounds import hearing_each_alone
 FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 
 
-def load_processor(source: str, trust_remote_code: bool = False) -> Any:
+def load_processor(source: str, trust_remote_code: bool = False, model: str | None = None) -> Any:
     """The processor of a model folder or hub id, with the chat template of the model on its tokenizer; None for a model
-    of text.
+    of text. `model`: whose config says of which family it is, where `source` is a folder of adapters.
 
     Raises:
         ConfigError: it cannot be loaded or not be trained with; the text says what is missing, or why.
@@ -48,7 +48,7 @@ def load_processor(source: str, trust_remote_code: bool = False) -> Any:
     _check_causal(type(processor))
     _check_takes_files(type(processor))
     _check_places(processor)
-    family = family_of(said_by(source, "config.json"))
+    family = family_of(said_by(model or source, "config.json"))
     return row_by_row(prepared(processor), family.marks) if family is not None and family.marks else prepared(processor)
 
 

@@ -60,6 +60,19 @@ def _batch(processor: Any, ids: list[Any], made: list[dict[str, Any]]) -> dict[s
     return {"input_ids": padded, "attention_mask": mask, "position_ids": places.clone(), **files}
 
 
+def _complete(inputs: dict[str, Any]) -> dict[str, Any]:
+    """With what code of that kind looks for, where words alone are given: there is no file in any row."""
+    import torch
+
+    ids = inputs.get("input_ids")
+    if ids is None:
+        return inputs
+    places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    none: dict[str, Any] = {name: [[] for _ in ids] for name in ("pixel_values", "tgt_sizes", "image_sizes")}
+    bounds = [torch.empty(0, 2, dtype=torch.long, device=ids.device) for _ in ids]
+    return {"position_ids": places, "image_bound": bounds, **none, **inputs}
+
+
 def fed_with_data(model: Any) -> Any:
     """The same model (changed in place), whose forward takes inputs by name and gives them on in one dict.
 
@@ -71,7 +84,7 @@ def fed_with_data(model: Any) -> Any:
 
     def forward(self: Any, **inputs: Any) -> Any:
         handed_on = {name: inputs.pop(name) for name in _HANDED_ON if name in inputs}
-        return cls.forward(self, inputs, **handed_on)
+        return cls.forward(self, _complete(inputs), **handed_on)
 
     def generate(self: Any, **inputs: Any) -> Any:
         import torch

@@ -38,6 +38,18 @@ class MiniCPMV(PreTrainedModel):
         self.resampler = Resampler(config.query_num, config.hidden_size, config.vision_config.hidden_size)
         self.post_init()
 
+    def get_input_embeddings(self):
+        return self.llm.get_input_embeddings()
+
+    def set_input_embeddings(self, value):
+        self.llm.embed_tokens = value
+
+    def get_output_embeddings(self):
+        return self.llm.lm_head
+
+    def set_output_embeddings(self, new_embeddings):
+        self.llm.lm_head = new_embeddings
+
     def get_vllm_embedding(self, data):
         """Words, with what was seen in the places (`image_bound`) that wait for it, (rows, length, width); and that by
         itself."""

@@ -138,8 +138,9 @@ def lora(config: RunConfig, task: str, model: Any, parts: Sequence[str]) -> Any:
     places = places_of(model, config, parts)
     check_wrapped(places, config)
     check_layers_begin(model, places, config)
+    writes = task != "CAUSAL_LM" or hasattr(model, "prepare_inputs_for_generation")
     return LoraConfig(
-        task_type=task,
+        task_type=task if writes else None,  # PEFT's model of that kind asks for what a model's own code may lack
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,

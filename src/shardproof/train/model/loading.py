@@ -27,7 +27,7 @@ from shardproof.models.family import CAUSAL
 from shardproof.models.scorers import HEADED, SCORER, VALUER, load_scorer
 from shardproof.models.whole_files import check_whole_files
 from shardproof.plugins import OPTION, Plugins, load
-from shardproof.train.folder import ADAPTER, CONFIG, MODEL
+from shardproof.train.folder import ADAPTER, CONFIG, MODEL, base_of
 from shardproof.train.model.attention import choose_attention, share_rows
 from shardproof.train.model.changes import add_tokens, grow, stretching
 from shardproof.train.model.made_anew import note_made_anew, note_not_read
@@ -217,7 +217,8 @@ def load_processing(source: str, config: RunConfig) -> Any:
             from transformers import AutoConfig
 
             change(AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code))
-    found = load_processor(source, config.trust_remote_code) or load_tokenizer(source, config)
+    model = base_of(Path(source)) if (Path(source) / ADAPTER).is_file() else None
+    found = load_processor(source, config.trust_remote_code, model) or load_tokenizer(source, config)
     add_tokens(tokenizer_of(found), getattr(config, "new_special_tokens", []))
     return found
 
@@ -286,15 +287,14 @@ def _loaded(source: str, config: RunConfig, kind: str, model_type: str | None, t
     from shardproof.models.varlen import attention_options, unknown_attention
 
     transformers.set_seed(config.seed)
-    options = attention_options(config.attn)
-    dtype = loaded_in(config)
+    options = {"dtype": loaded_in(config), **attention_options(config.attn)}
     registered = registered_model(source, load(config.external_plugins), model_type)
     change = stretching(config)
     if registered is not None and kind == CAUSAL:
         if change is not None:
             raise ConfigError("--rope-scaling and --max-model-len: a plugin's model makes its config itself.")
-        return from_registered(registered, source, dtype=dtype, **options)
-    options |= {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
+        return from_registered(registered, source, **options)
+    options |= {"trust_remote_code": config.trust_remote_code}
     how = without_values if to_shard else with_values
     speaks: dict[str, Any] = {"enable_audio_output": config.enable_audio_output}
     try:
