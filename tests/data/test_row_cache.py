@@ -7,13 +7,16 @@ import json
 import os
 import shutil
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardproof.data.encoding import encode
 from shardproof.data.forms.formats import SFT
 from shardproof.data.media import encode as media_encode
+from shardproof.data.media.batches import MediaCollator
 from shardproof.data.media.encode import MediaEncoder
 from shardproof.data.media.limits import Limits
 from shardproof.data.media.rows import encode_media_rows
@@ -108,6 +111,37 @@ def test_so_it_is_by_another_processor(place: Path, processor: Any, read: list[i
     other.chat_template = other.tokenizer.chat_template = other.tokenizer.chat_template + "{{ '' }}"
     encoded(place, other)
     assert sorted(read) == [0, 1, 2]
+
+
+def that_asks(form: str, tiny_models: Any) -> Any:
+    """A processor whose template writes the date, or the time, in this form."""
+    made = load_processor(str(tiny_models("qwen2_5_vl")), False)
+    made.chat_template = made.tokenizer.chat_template = f"{{{{ strftime_now('{form}') }}}} {made.chat_template}"
+    return made
+
+
+def test_a_template_that_asks_the_time_gets_that_of_before(place: Path, tiny_models, caplog) -> None:
+    """Templates of Llama 3.2 write the date: the rows of a run that passes midnight had other tokens than before."""
+    encoder = MediaEncoder(that_asks("%S.%f", tiny_models), Limits())
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    found = encode_media_rows(read_rows([str(place / "rows.jsonl")], form=SFT), encoder, max_length=1024)
+    batch = MediaCollator(encoder, on_lost="stop")([found[i] for i in range(3)])
+    assert batch["input_ids"].shape[0] == 3
+    assert not caplog.records
+
+
+def test_rows_that_say_the_day_are_encoded_again_on_another(place, tiny_models, read: list[int], monkeypatch) -> None:
+    asks = that_asks("%d %b %Y", tiny_models)
+    before = encoded(place, asks)
+    read.clear()
+    assert encoded(place, asks) == before
+    assert read == []
+
+    monkeypatch.setattr(encode, "today", lambda: date(2001, 2, 3))
+    after = encoded(place, asks)
+    assert sorted(read) == [0, 1, 2]
+    assert "03 Feb 2001" in asks.tokenizer.decode(after[1]["input_ids"])
+    assert before != after
 
 
 def test_a_file_that_has_changed_is_read_again(place: Path, processor: Any, read: list[int]) -> None:

@@ -6,11 +6,13 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from shardproof.data.encoding.dated import on_day
 from shardproof.errors import ConfigError
 from shardproof.models.chatml import CHATML
 
@@ -123,12 +125,13 @@ class Template:
     Args:
         tokenizer: of transformers, with a chat template.
         variables: what the template gets besides the messages, such as `enable_thinking`.
+        day: what it writes where it asks for the date; None: when it is rendered.
 
     Raises:
         ConfigError: the tokenizer has no chat template, or it fails on one question and answer.
     """
 
-    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None, day: date | None = None) -> None:
         template = getattr(tokenizer, "chat_template", None)
         if not template:
             name = getattr(tokenizer, "name_or_path", "") or "the model"
@@ -139,6 +142,8 @@ class Template:
             )
         self._tokenizer = tokenizer
         self._variables = dict(variables or {})
+        dated = template if day is None else on_day(template, day)
+        self._dated = {"chat_template": dated} if dated != template else {}
         self._in_parts = False
         self.has_markers = isinstance(template, str) and bool(re.search(r"\{%-?\s*generation\s*-?%\}", template))
         self._probe()
@@ -158,7 +163,10 @@ class Template:
     def render(self, messages: Sequence[Message], *, prompt: bool = False, **extra: Any) -> str:
         """The text of a conversation; `prompt` adds what opens the next answer."""
         return self._tokenizer.apply_chat_template(
-            self._prepared(messages), tokenize=False, add_generation_prompt=prompt, **{**self._variables, **extra}
+            self._prepared(messages),
+            tokenize=False,
+            add_generation_prompt=prompt,
+            **{**self._dated, **self._variables, **extra},
         )
 
     def _prepared(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -244,9 +252,14 @@ class Template:
 
         texts, spans = render_jinja_template(
             [self._prepared(messages)],
-            chat_template=self._tokenizer.chat_template,
             return_assistant_tokens_mask=True,
-            **{**self._tokenizer.special_tokens_map, **self._variables, **extra},
+            **{
+                "chat_template": self._tokenizer.chat_template,
+                **self._dated,
+                **self._tokenizer.special_tokens_map,
+                **self._variables,
+                **extra,
+            },
         )
         return texts[0], [(start, self._with_end(texts[0], end)) for start, end in spans[0]]
 

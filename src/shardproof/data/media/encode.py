@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from inspect import Parameter, signature
 from typing import Any
 
+from shardproof.data.encoding.dated import on_day
 from shardproof.data.encoding.encode import (
     IGNORE,
     Encoder,
@@ -56,8 +57,15 @@ class MediaEncoder:
         bad_rows: BadRows = "stop",
     ) -> None:
         self.processor, self.limits = processor, limits
-        self.options = {"loss": loss, "system": system, "variables": dict(variables or {})}
         self._encoder = Encoder(processor.tokenizer, loss, system, variables, bad_rows)
+        written = getattr(processor.tokenizer, "chat_template", None)
+        dated = on_day(written, self._encoder.day) != written  # these rows are others on another day
+        self.options = {
+            "loss": loss,
+            "system": system,
+            "variables": dict(variables or {}),
+            "day": str(self._encoder.day) if dated else None,
+        }
         # In texts for Qianfan-OCR a picture has another mark than what it becomes.
         tokens = {
             k: getattr(processor, f"{k}_placeholder_token", getattr(processor, f"{k}_token", None)) for k in KINDS
