@@ -387,3 +387,6 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         convert(tmp_path / "empty", tmp_path / "ours")
     with pytest.raises(shardproof.CheckpointError, match="nothing does not exist"):
         convert(tmp_path / "nothing", tmp_path / "ours")
+    (tmp_path / "model.pt").write_bytes(b"")
+    with pytest.raises(shardproof.CheckpointError, match=r"model.pt is a file\. Known are folders"):
+        convert(tmp_path / "model.pt", tmp_path / "ours")

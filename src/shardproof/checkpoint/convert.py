@@ -55,7 +55,8 @@ def _convert(where: Path, target: Path) -> tuple[Found, list[str]]:
     if (where / MANIFEST).is_file():
         raise CheckpointError(f"{where} is a checkpoint of shardproof already: shardproof.load reads it.")
     if deepspeed is None and not distributed:
-        what = "holds no checkpoint that can be converted" if where.is_dir() else "does not exist"
+        other = "is a file" if where.exists() else "does not exist"
+        what = "holds no checkpoint that can be converted" if where.is_dir() else other
         raise CheckpointError(
             f"{where} {what}. Known are folders with *_optim_states.pt (DeepSpeed ZeRO, or the folder with 'latest')"
             " and with .metadata (FSDP2, Accelerate's save_state)."
