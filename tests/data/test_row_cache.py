@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pickle
 import shutil
 import sys
 from datetime import date
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.data.encoding import encode
+from shardproof.data.encoding import dated
 from shardproof.data.forms.formats import SFT
 from shardproof.data.media import encode as media_encode
 from shardproof.data.media.batches import MediaCollator
@@ -137,11 +138,14 @@ def test_rows_that_say_the_day_are_encoded_again_on_another(place, tiny_models, 
     assert encoded(place, asks) == before
     assert read == []
 
-    monkeypatch.setattr(encode, "today", lambda: date(2001, 2, 3))
-    after = encoded(place, asks)
+    monkeypatch.setattr(dated, "today", lambda: date(2001, 2, 3))
+    later = that_asks("%d %b %Y", tiny_models)
+    after = encoded(place, later)
     assert sorted(read) == [0, 1, 2]
-    assert "03 Feb 2001" in asks.tokenizer.decode(after[1]["input_ids"])
+    assert "03 Feb 2001" in later.tokenizer.decode(after[1]["input_ids"])
     assert before != after
+    assert encoded(place, asks) == before  # a run that has passed midnight
+    assert encoded(place, pickle.loads(pickle.dumps(asks))) == before  # and its ranks
 
 
 def test_a_file_that_has_changed_is_read_again(place: Path, processor: Any, read: list[int]) -> None:

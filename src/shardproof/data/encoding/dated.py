@@ -10,9 +10,17 @@ from typing import Any
 _CALL = re.compile(r"""\bstrftime_now\(\s*(['"])([^'"\\]*)\1\s*\)""")  # transformers' function for templates
 
 
+_DAY = "_rows_are_of"  # on a tokenizer, which goes from where rows are encoded to all ranks
+
+
 def today() -> date:
-    """The day on which rows begin to be encoded."""
     return date.today()
+
+
+def day_of(tokenizer: Any) -> date:
+    """The day on which rows began to be encoded with this tokenizer."""
+    day: date = tokenizer.__dict__.setdefault(_DAY, today())
+    return day
 
 
 def on_day(template: Any, day: date) -> Any:

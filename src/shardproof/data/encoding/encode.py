@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from shardproof.data.encoding.beside import in_order
 from shardproof.data.encoding.columns import Columns
-from shardproof.data.encoding.dated import today
+from shardproof.data.encoding.dated import day_of
 from shardproof.data.encoding.seen import Seen, refusals
 from shardproof.data.encoding.template import Span, Template
 from shardproof.data.forms.learnt import all_but_unlearnt, only_last_answer, past_empty_thoughts
@@ -274,7 +274,7 @@ class Encoder:
         learnt, _, but = loss.partition("+")
         self._all, self._last, self._skips_thoughts = learnt == "all", learnt == "last_round", bool(but)
         self._system = system
-        self._variables, self.day = dict(variables or {}), today()
+        self._variables, self.day = dict(variables or {}), day_of(tokenizer)
         self._fast = bool(getattr(tokenizer, "is_fast", False))
         self._skips = bad_rows == "skip"
 
