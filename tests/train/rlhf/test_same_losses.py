@@ -298,6 +298,7 @@ def test_experts_whose_number_trl_does_not_find_are_refused(rlhf: Any, tmp_path:
         rlhf(1, [{"model": str(tmp_path)}], *COMMON, *ALGORITHMS[kind])
 
 
-@pytest.mark.parametrize("more", [{}, pytest.param(LORA, marks=pytest.mark.slow)], ids=["full", "lora"])
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, LORA], ids=["full", "lora"])
 def test_so_do_groups_of_ranks_that_share_rows(rlhf: Any, more: dict[str, Any]) -> None:
     check(rlhf, "dpo", [{"stage": 3, **SHARED}, {"stage": 2, **SHARED}], ranks=4, **more)
