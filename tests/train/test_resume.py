@@ -661,14 +661,14 @@ def test_losses_that_other_micro_batches_change_are_told(
     two, one, large = (Batch(micro=m, accumulation=a, world_size=w) for m, a, w in ((6, 1, 2), (6, 2, 1), (12, 1, 1)))
     for name, content in order_of(config, rows, 48, 12, dealt(two)).items():
         (tmp_path / name).write_bytes(content)
-    check_order(tmp_path, order_of(config, rows, 48, 12, dealt(one)), rows)
-    tell_other_processes(tmp_path, config, two)
+    saved = check_order(tmp_path, order_of(config, rows, 48, 12, dealt(one)), rows)
+    tell_other_processes(saved, tmp_path, config, two)
     assert not caplog.text
-    tell_other_processes(tmp_path, config, one)
+    tell_other_processes(saved, tmp_path, config, one)
     assert all(word in caplog.text for word in words), caplog.text
     assert bool(caplog.text) == bool(words)
     caplog.clear()
-    tell_other_processes(tmp_path, config, large)
+    tell_other_processes(saved, tmp_path, config, large)
     assert bool(caplog.text) == (options.get("rlhf_type") == "grpo")
 
 

@@ -65,7 +65,7 @@ def _complete(inputs: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     ids = inputs.get("input_ids")
-    if ids is None:
+    if ids is None or "pixel_values" in inputs:  # as the processor makes it
         return inputs
     places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     none: dict[str, Any] = {name: [[] for _ in ids] for name in ("pixel_values", "tgt_sizes", "image_sizes")}

@@ -247,16 +247,18 @@ def order_of(
     return {RUN: json.dumps(said).encode(), SUMS: rows.checksums().tobytes()}
 
 
-def check_order(start: Path, order: dict[str, bytes], rows: Any) -> None:
+def check_order(start: Path, order: dict[str, bytes], rows: Any) -> dict[str, int] | None:
     """Compare what `order_of` gives with what the run that wrote the checkpoint had. Of rows that are still in their
     places, but not as they were, it warns: whoever corrects a row wants to go on.
+
+    Returns: how rows were dealt out in that run, as dealt.py has it; None where it has not said so.
 
     Raises:
         ConfigError: a step would see other rows, or the optimizer is another one.
     """
     file = start / RUN
     if not file.is_file():
-        return
+        return None
     unsaid = {"group_by_length": False, "drop_last": False}  # in what earlier releases wrote
     saved = unsaid | json.loads(file.read_text(encoding="utf-8"))
     here = json.loads(order[RUN])
@@ -289,6 +291,7 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> None:
         )
     if rows_differ:
         log.warning("Since %s was written, %s. The run goes on with them as they are now.", start, rows_differ)
+    return saved.get(DEALT)  # type: ignore[no-any-return]
 
 
 def _check_options(start: Path, here: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -255,8 +255,7 @@ def prepare(
             )
         order = order_of(config, rows, many, batch.whole, dealt(batch)) if begin or config.writes_checkpoints else {}
         if begin:
-            check_order(begin[0], order, rows)
-            tell_other_processes(begin[0], config, batch)
+            tell_other_processes(check_order(begin[0], order, rows), begin[0], config, batch)
         if begin and config.tuner == "lora":
             tell_other_weights(begin[0].parent, source)
             check_begun(config, begin[0])

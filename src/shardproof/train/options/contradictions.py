@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardproof.data.forms.formats import FIELDS
-from shardproof.errors import ConfigError
+from shardproof.errors import ConfigError, did_you_mean
 from shardproof.models.family import TALKER, check_part_names
 from shardproof.plugins import KINDS
 from shardproof.train.model.changes import check_rope, tokens_of
@@ -355,10 +355,9 @@ def _check_scheduler(config: RunConfig) -> None:
     known, given = OF_SCHEDULER.get(config.lr_scheduler, ()), config.lr_scheduler_kwargs
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            hint = f"Did you mean {near[0]}?" if near else f"--lr-scheduler {config.lr_scheduler}: {takes}."
-            raise ConfigError(f"--lr-scheduler-kwargs {name}: {config.lr_scheduler} has no such argument. {hint}")
+            hint = did_you_mean(name, known) or f" --lr-scheduler {config.lr_scheduler}: {takes}."
+            raise ConfigError(f"--lr-scheduler-kwargs {name}: {config.lr_scheduler} has no such argument.{hint}")
         if given[name] < 0 or (given[name] == 0 and name == "timescale"):
             least = "more than 0" if name == "timescale" else "0 or more"
             raise ConfigError(f"--lr-scheduler-kwargs {name}={given[name]:g}: it should be {least}.")

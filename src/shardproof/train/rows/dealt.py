@@ -3,14 +3,12 @@ the rows of a micro-batch of all processes, and answers that each process draws.
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
 from shardproof.train.options.batch import Batch
 from shardproof.train.options.config import RunConfig, SftConfig
 from shardproof.train.options.rlhf_config import RlhfConfig, draws_answers
-from shardproof.train.resume import DEALT, RUN
 
 log = logging.getLogger("shardproof")
 
@@ -20,11 +18,9 @@ def dealt(batch: Batch) -> dict[str, int]:
     return {"together": batch.micro * batch.readers, "processes": batch.world_size}
 
 
-def tell_other_processes(start: Path, config: RunConfig, batch: Batch) -> None:
+def tell_other_processes(saved: dict[str, int] | None, start: Path, config: RunConfig, batch: Batch) -> None:
     """Say, once, that losses from here on are not those of the run that wrote the checkpoint, and what would keep them.
-    An earlier release did not write how its rows were dealt out."""
-    file = start / RUN
-    saved = json.loads(file.read_text(encoding="utf-8")).get(DEALT) if file.is_file() else None
+    `saved`: what the checkpoint keeps; None of an earlier release."""
     here = dealt(batch)
     if not saved or saved == here:
         return
