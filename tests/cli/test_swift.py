@@ -11,7 +11,7 @@ import pytest
 
 from shardproof.cli import sft, swift, training
 from shardproof.errors import ConfigError
-from shardproof.train.options.contradictions import check_evaluation
+from shardproof.train.checks.contradictions import check_evaluation
 from shardproof.train.options.rlhf_config import RlhfConfig
 from shardproof.train.rlhf.algorithms import check_algorithm
 

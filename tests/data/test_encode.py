@@ -12,9 +12,9 @@ import trl
 
 from shardproof.data.encoding import encode
 from shardproof.data.encoding.encode import IGNORE, collate, encode_rows
+from shardproof.data.encoding.learnt import past_empty_thoughts
 from shardproof.data.encoding.template import Template, set_template
 from shardproof.data.forms.formats import SFT
-from shardproof.data.forms.learnt import past_empty_thoughts
 from shardproof.data.rows import Row, read_rows
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.chatml import CHATML

@@ -21,7 +21,7 @@ import pytest
 
 from shardproof.data.rows import read_rows
 from shardproof.data.sources.hub import HubName, hub_name
-from shardproof.data.sources.stream import Place, read_stream
+from shardproof.data.stream import Place, read_stream
 from shardproof.errors import DataError
 
 COMMIT = "1" * 40

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from shardproof.data.encoding.labelled import LabelledEncoder, collate_labelled, encode_labelled
-from shardproof.data.encoding.seen import WRITE
 from shardproof.data.forms.labels import MULTI, REGRESSION, SINGLE, Labels, labelled
 from shardproof.data.forms.parts import Problem
+from shardproof.data.forms.texts import WRITE
 from shardproof.data.rows import Row, read_rows
 from shardproof.errors import DataError
 

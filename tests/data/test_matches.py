@@ -12,9 +12,9 @@ import pytest
 from shardproof.data.encoding import encode
 from shardproof.data.encoding.embed import MatchEncoder, collate_matches, encode_matches, texts_of
 from shardproof.data.encoding.rank import PairEncoder
-from shardproof.data.encoding.seen import WRITE
 from shardproof.data.forms.matches import Matches
 from shardproof.data.forms.parts import Problem
+from shardproof.data.forms.texts import WRITE
 from shardproof.data.rows import Row, read_rows
 
 CALLING = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}

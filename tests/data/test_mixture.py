@@ -14,7 +14,7 @@ import pytest
 
 from shardproof.data.rows import read_rows
 from shardproof.data.sources.mixture import Mixture
-from shardproof.data.sources.stream import EncodedStream, Place, Position, dealt, read_stream
+from shardproof.data.stream import EncodedStream, Place, Position, dealt, read_stream
 from shardproof.errors import DataError
 
 SHARES = (0.75, 0.25)

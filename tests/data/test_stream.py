@@ -16,7 +16,7 @@ import pytest
 
 from shardproof.data.rows import read_rows
 from shardproof.data.sources.readings import Lines, open_stream
-from shardproof.data.sources.stream import EncodedStream, Place, Position, dealt, read_stream
+from shardproof.data.stream import EncodedStream, Place, Position, dealt, read_stream
 from shardproof.errors import DataError
 
 

@@ -28,16 +28,16 @@ from shardproof.train.adapters.adding import with_adapters
 from shardproof.train.embedding.pooling import pooled
 from shardproof.train.embedding.recipe import ADAPTED
 from shardproof.train.embedding.similarity import Embedded, infonce
+from shardproof.train.losses.shortcuts import chunked_loss
+from shardproof.train.losses.tokens import token_mean
 from shardproof.train.model.activations import choose_checkpointing
 from shardproof.train.model.parts import in_bits
+from shardproof.train.model.shared_rows import share_rows_of, shared_rows_of
 from shardproof.train.optim.optimizers import made_by, own_optimizer
-from shardproof.train.options.settings import mixed_precision
 from shardproof.train.reranker import ranking
 from shardproof.train.reranker.scoring import YesNo, last_logits_only
-from shardproof.train.rows.shared_rows import share_rows_of, shared_rows_of
 from shardproof.train.seq_cls.measures import LabelLoss
-from shardproof.train.sft.losses import token_mean
-from shardproof.train.sft.shortcuts import chunked_loss
+from shardproof.train.settings import mixed_precision
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -223,9 +223,9 @@ def test_positions_of_one_row_may_be_those_of_all():
 @pytest.mark.parametrize("attn", [None, "eager"])
 def test_packed_rows_of_gpt_oss_do_not_see_each_other(tmp_path, attn):
     """transformers makes its masks without looking at positions."""
+    from shardproof.train.losses.shortcuts import check_packing
     from shardproof.train.model.loading import load_model
     from shardproof.train.options.config import SftConfig
-    from shardproof.train.sft.shortcuts import check_packing
 
     config = transformers.GptOssConfig(**{**SMALL, **SINKS})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

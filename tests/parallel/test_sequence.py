@@ -13,17 +13,17 @@ from shardproof.data.encoding.encode import IGNORE, collate
 from shardproof.errors import ConfigError, DesyncError
 from shardproof.models.checkpointing import enable_checkpointing
 from shardproof.parallel.sequence import SequenceParallel, check_heads
-from shardproof.train.options.config import SftConfig
-from shardproof.train.options.contradictions import check_together
-from shardproof.train.rows.sampler import GlobalBatchSampler
-from shardproof.train.rows.shared_rows import (
+from shardproof.train.checks.contradictions import check_together
+from shardproof.train.losses.shortcuts import chunked_loss
+from shardproof.train.model.shared_rows import (
     check_loss_of_parts,
     check_shared_rows,
     compare,
     share_rows_of,
     shared_rows_of,
 )
-from shardproof.train.sft.shortcuts import chunked_loss
+from shardproof.train.options.config import SftConfig
+from shardproof.train.rows.sampler import GlobalBatchSampler
 
 SIZES = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
 

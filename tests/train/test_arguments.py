@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shardproof.train.options.config import SftConfig
-from shardproof.train.options.settings import arguments
 from shardproof.train.run import Prepared
+from shardproof.train.settings import arguments
 
 
 def told(tmp_path: Path, **given: Any) -> dict[str, Any]:

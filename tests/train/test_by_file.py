@@ -10,8 +10,8 @@ import torch
 
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
+from shardproof.train.losses.by_file import best_of, by_file, check_best, names_of, of_each
 from shardproof.train.options.config import SftConfig
-from shardproof.train.sft.by_file import best_of, by_file, check_best, names_of, of_each
 
 
 def test_names_are_short_and_no_two_are_alike():

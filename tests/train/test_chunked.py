@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardproof
 from shardproof.errors import EngineError
-from shardproof.train.sft.chunked import LEAST, chunked_cross_entropy
+from shardproof.train.losses.chunked import LEAST, chunked_cross_entropy
 
 WIDTH, VOCABULARY = 16, 300
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shardproof.errors import ConfigError
+from shardproof.train.checks.contradictions import OF_SCHEDULER, check_together
 from shardproof.train.options.config import SftConfig
-from shardproof.train.options.contradictions import OF_SCHEDULER, check_together
 
 
 @pytest.mark.parametrize(

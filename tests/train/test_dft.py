@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof.train.sft.chunked import chunked_cross_entropy
-from shardproof.train.sft.losses import dft_loss
+from shardproof.train.losses.chunked import chunked_cross_entropy
+from shardproof.train.losses.tokens import dft_loss
 from train.token_losses import assert_same, drawn
 
 

@@ -10,10 +10,10 @@ import torch
 from transformers.trainer_pt_utils import LabelSmoother
 
 from shardproof.errors import ConfigError
+from shardproof.train.losses.chunked import chunked_cross_entropy
+from shardproof.train.losses.tokens import smoothed_loss
 from shardproof.train.options.config import SftConfig
 from shardproof.train.run import recipe_of
-from shardproof.train.sft.chunked import chunked_cross_entropy
-from shardproof.train.sft.losses import smoothed_loss
 from train.token_losses import assert_same, drawn
 
 FACTOR = 0.2

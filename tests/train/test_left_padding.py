@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardproof.errors import ConfigError
-from shardproof.train.rows.left_padding import count_from_first_tokens, reads_padding
+from shardproof.train.model.left_padding import count_from_first_tokens, reads_padding
 
 IDS = torch.tensor([[5, 9, 3, 7, 2, 8]])
 SMALL = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shardproof.errors import ConfigError
+from shardproof.train.checks.named import check_model, check_named
 from shardproof.train.options.config import SftConfig
-from shardproof.train.options.named import check_model, check_named
 from shardproof.train.options.rlhf_config import RlhfConfig
 
 

@@ -18,11 +18,11 @@ from shardproof.data.media.batches import MediaCollator
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
 from shardproof.models.families import family_of
+from shardproof.train.losses.packed_files import PLACES
+from shardproof.train.losses.shortcuts import check_chunked_loss, check_packed_files, checks, chunked_loss
 from shardproof.train.model.loading import load_model, load_processing
 from shardproof.train.options.config import SftConfig
 from shardproof.train.sft import recipe as sft
-from shardproof.train.sft.packed_files import PLACES
-from shardproof.train.sft.shortcuts import check_chunked_loss, check_packed_files, checks, chunked_loss
 from shardproof.train.show import show
 from train.test_families import MEDIA, ROWS
 
@@ -142,7 +142,7 @@ def test_a_model_is_not_tried_on_rows_whose_files_are_lost(tiny_models, files: P
 
 def test_a_model_whose_rows_of_text_would_see_others_is_refused(tiny_models, files: Path, monkeypatch) -> None:
     config, rows, collate = prepared(tiny_models(SPATIAL), SPATIAL, files, more=TEXT)
-    monkeypatch.setattr("shardproof.train.sft.packed_files.in_space", lambda model: False)
+    monkeypatch.setattr("shardproof.train.losses.packed_files.in_space", lambda model: False)
     tried, _ = checks(True, False, lambda: (collate([few]) for few in rows.few()))
     with pytest.raises(ConfigError, match="are not what each is by itself"):
         tried(load_model(config.model, config), {})

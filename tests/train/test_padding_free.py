@@ -15,10 +15,10 @@ from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
 from shardproof.models.families import family_of
 from shardproof.models.padding_free import PaddingFree, check_padding_free
+from shardproof.train.callbacks import Tries
 from shardproof.train.model.loading import load_model, load_processing
 from shardproof.train.options.config import SftConfig
 from shardproof.train.sft import recipe as sft
-from shardproof.train.watching.callbacks import Tries
 from train.test_families import MEDIA, ROWS
 
 OMNI, SPATIAL = "qwen2_5_omni", "qwen2_vl"

@@ -23,7 +23,7 @@ from shardproof.errors import ConfigError
 # A loss that writes down what is learned, by rank.
 SEEN = """
 import json, pathlib, torch, shardproof
-from shardproof.train.sft.losses import token_mean
+from shardproof.train.losses.tokens import token_mean
 
 @shardproof.register_loss("seen")
 def seen(outputs, labels, num_items_in_batch):

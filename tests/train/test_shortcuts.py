@@ -18,9 +18,9 @@ from shardproof.data.encoding.encode import IGNORE, collate
 from shardproof.data.encoding.pack import collate_packed, pack_rows, tokens_in_packed, wants_flat
 from shardproof.data.rows import Places, Row
 from shardproof.errors import ConfigError
+from shardproof.train.losses.shortcuts import check_chunked_loss, check_packing, chunked_loss
 from shardproof.train.options.config import SftConfig
 from shardproof.train.sft import recipe as sft
-from shardproof.train.sft.shortcuts import check_chunked_loss, check_packing, chunked_loss
 
 VOCABULARY = 512
 

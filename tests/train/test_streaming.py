@@ -9,8 +9,8 @@ import pytest
 
 from shardproof.data.encoding.encode import EncodeReport
 from shardproof.data.rows import BadRow
-from shardproof.data.sources.stream import Block, Place
-from shardproof.train.sft.streams import Told
+from shardproof.data.stream import Block, Place
+from shardproof.train.rows.streams import Told
 
 STREAM = "--streaming --shuffle-buffer-size 10 --max-length 64".split()
 

@@ -12,8 +12,8 @@ from shardproof.cli.hub import placed
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.errors import ConfigError
 from shardproof.train.adapters.begun import begun
+from shardproof.train.checks.contradictions import check_whole
 from shardproof.train.options.config import SftConfig
-from shardproof.train.options.contradictions import check_whole
 from shardproof.train.run import check_plugins, recipe_of
 
 if TYPE_CHECKING:

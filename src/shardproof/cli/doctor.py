@@ -16,7 +16,7 @@ from shardproof.cli.training import meeting, parse, parser_of, recipe_class
 from shardproof.doctor.checks.check import Check, as_json, option_in, show
 from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError, ShardproofError
-from shardproof.train.options.contradictions import check_whole
+from shardproof.train.checks.contradictions import check_whole
 from shardproof.train.options.rlhf_config import REWARDED
 from shardproof.train.resume import with_rows_a_step
 from shardproof.train.run import recipe_of

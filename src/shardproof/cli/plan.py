@@ -8,7 +8,7 @@ from pathlib import Path
 from shardproof.cli import options
 from shardproof.doctor.config import PlanConfig
 from shardproof.errors import ConfigError
-from shardproof.train.options.named import NAMED
+from shardproof.train.checks.named import NAMED
 
 DESCRIPTION = """Run steps of the model with the real engine on the meta device, as one rank of many, and show what each
 stage holds in memory and sends. No weights are needed, and no accelerator. Exit code 1 if nothing fits."""

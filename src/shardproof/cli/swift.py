@@ -31,8 +31,8 @@ from shardproof.cli.from_swift.values import ADDED, NLG, TOWERS
 from shardproof.data.sources.hub import hub_name
 from shardproof.errors import ConfigError
 from shardproof.plugins import Plugins, check_names
+from shardproof.train.checks.contradictions import LORA, OF_ANSWERS, check_together
 from shardproof.train.options.config import RunConfig
-from shardproof.train.options.contradictions import LORA, OF_ANSWERS, check_together
 from shardproof.train.options.rlhf_config import REFERRED
 
 _SAME = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")

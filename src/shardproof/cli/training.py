@@ -313,7 +313,7 @@ def _say_plan(config: RunConfig, batch: Batch, rows: Any, val_rows: Any) -> None
 def _say_prepared(prepared: Prepared) -> None:
     from shardproof.models.packed import unpacked_from
     from shardproof.report.terminal import table
-    from shardproof.train.options.settings import learns_nothing
+    from shardproof.train.settings import learns_nothing
 
     lines = [("encoded", str(prepared.rows.report))]
     if packed := unpacked_from(prepared.model):

@@ -14,7 +14,7 @@ from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.cli.training import parse, parser_of, recipe_class
 from shardproof.doctor.config import RlhfVerifyConfig, VerifyConfig
 from shardproof.errors import ConfigError, EngineError
-from shardproof.train.options.contradictions import check_whole
+from shardproof.train.checks.contradictions import check_whole
 from shardproof.train.run import recipe_of
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ def looks_back(model: nn.Module) -> bool:
 
 def isolate_documents(model: nn.Module) -> None:
     """Have the layers of a model that carry a state see each document of packed rows by itself: where `position_ids`
-    begin anew and there is no mask. Whether that were all layers is seen in the first step (train/sft/shortcuts.py)."""
+    begin anew and there is no mask. Whether that were all layers the first step sees (train/losses/shortcuts.py)."""
     decoders = set()
     for name, module in list(model.named_modules()):
         if CARRIES.search(type(module).__name__):

@@ -17,9 +17,9 @@ from shardproof.data.encoding.template import BUILT_IN, is_template
 from shardproof.errors import CheckpointError, ConfigError
 from shardproof.models.weight_files import sample_of
 from shardproof.models.whole_files import ADAPTER as ADAPTER
+from shardproof.train.log_file import LogFile
 from shardproof.train.options.config import RunConfig
 from shardproof.train.resume import AUTO, in_own_folder, passed_over
-from shardproof.train.watching.log_file import LogFile
 
 log = logging.getLogger("shardproof")
 

@@ -1,15 +1,21 @@
-"""Losses and metrics of the user's: what they raise or return that cannot be used is told with their name and line."""
+"""Functions of the user's: how they failed, and where they stand; losses and metrics that are checked as they are
+called."""
 
 from __future__ import annotations
 
+import inspect
 import math
+import traceback
 from collections.abc import Callable
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
 
 from shardproof.errors import ConfigError, ShardproofError
-from shardproof.train.rlhf.reward_calls import failure, place_of
+
+_OURS = Path(__file__).parents[1]  # the package
 
 
 def own_loss(name: str, function: Callable[..., Any] | None) -> Callable[..., torch.Tensor] | None:
@@ -88,3 +94,26 @@ def _in_words(found: Any) -> str:
     if isinstance(found, float) and not math.isfinite(found):
         return str(found)
     return f"a {type(found).__name__}" if found is not None else "None"
+
+
+def failure(error: BaseException, function: Callable[..., Any]) -> str:
+    """How a function of the user's failed, and in which line of its file."""
+    frames, code = traceback.extract_tb(error.__traceback__), _code_of(function)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    at = (own or frames)[-1]  # a library that it calls says little
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"failed with {what} ({Path(at.filename).name}, line {at.lineno})."
+
+
+def _code_of(function: Callable[..., Any]) -> CodeType | None:
+    """The code of a function, or of what is called in its place."""
+    inner = inspect.unwrap(function)
+    return getattr(inner if hasattr(inner, "__code__") else type(inner).__call__, "__code__", None)
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """` (my_rewards.py:5)` of a function of the user's, or nothing."""
+    code = _code_of(function)
+    if code is None or _OURS in Path(code.co_filename).parents:
+        return ""
+    return f" ({Path(code.co_filename).name}:{code.co_firstlineno})"

@@ -36,6 +36,8 @@ from shardproof.plugins import check_files, check_names, load
 from shardproof.train.adapters.adding import check_named_parts
 from shardproof.train.adapters.beginning import begin_adapters, check_beginning, check_begun
 from shardproof.train.adapters.begun import other_bases
+from shardproof.train.checks.contradictions import check_bits, check_evaluation, check_together
+from shardproof.train.checks.named import check_model, check_named
 from shardproof.train.folder import BASE, RunFolder, tell_other_weights
 from shardproof.train.model.compiled import check_compiler
 from shardproof.train.model.loading import (
@@ -51,8 +53,6 @@ from shardproof.train.model.positions import check_positions
 from shardproof.train.model.vocabulary import check_vocabulary
 from shardproof.train.options.batch import Batch, steps_of
 from shardproof.train.options.config import RunConfig
-from shardproof.train.options.contradictions import check_bits, check_evaluation, check_together
-from shardproof.train.options.named import check_model, check_named
 from shardproof.train.options.patterns import check_patterns
 from shardproof.train.resume import (
     AUTO,
@@ -69,20 +69,9 @@ from shardproof.train.resume import (
 from shardproof.train.rows.dealt import dealt, tell_other_processes
 from shardproof.train.rows.media import check_media_root, warn_of_limits
 from shardproof.train.saved_model import save_model
+from shardproof.train.watching.view import View, Write
 
 log = logging.getLogger("shardproof")
-
-
-class View(Protocol):
-    """What watches a run: `record` holds what a line of metrics.jsonl holds, or one of completions.jsonl."""
-
-    def begin(self, steps: int, done: int = 0) -> None: ...
-    def logged(self, record: dict[str, Any]) -> None: ...
-    def generated(self, record: dict[str, Any]) -> None: ...
-    def end(self) -> None: ...
-
-
-Write = Callable[[dict[str, Any]], None]
 
 
 class Recipe(Protocol):
@@ -302,8 +291,8 @@ def train(
     import torch.distributed as dist
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+    from shardproof.train.callbacks import callbacks_of
     from shardproof.train.stop import EvaluationEnded, StopAfterStep
-    from shardproof.train.watching.callbacks import callbacks_of
     from shardproof.train.watching.profile import Profiler
     from shardproof.train.watching.report import Reporter
 

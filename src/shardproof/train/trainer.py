@@ -22,18 +22,18 @@ from shardproof.interrupts import left_to_rank
 from shardproof.models.classes import save_extra_files
 from shardproof.models.family import anatomy, divides_its_loss, makes_its_mean
 from shardproof.models.processors import write_processing
+from shardproof.train.losses.by_file import by_file, in_chunks, of_each
+from shardproof.train.losses.shortcuts import checks, chunked_loss
+from shardproof.train.losses.tokens import dft_loss, refuse_parts, smoothed_loss, token_mean, weighed
 from shardproof.train.model.activations import HeldByHost
 from shardproof.train.model.balance import BalanceMixin
 from shardproof.train.model.parts import with_own_rates
+from shardproof.train.model.shared_rows import SharesRows, shared_rows_of
 from shardproof.train.optim.optimizers import made_by
 from shardproof.train.options.config import Batch
 from shardproof.train.rows.lengths import lengths_of
 from shardproof.train.rows.sampler import EpochLoader, GlobalBatchSampler, eval_batches
-from shardproof.train.rows.shared_rows import SharesRows, shared_rows_of
-from shardproof.train.sft.by_file import by_file, in_chunks, of_each
-from shardproof.train.sft.losses import dft_loss, refuse_parts, smoothed_loss, token_mean, weighed
-from shardproof.train.sft.shortcuts import checks, chunked_loss
-from shardproof.train.sft.streams import StreamMixin
+from shardproof.train.rows.streams import StreamMixin
 from shardproof.train.stop import StopMixin
 from shardproof.train.watching.finite import Counts, FiniteSteps
 from shardproof.train.watching.logs_once import LogsOnce

@@ -228,7 +228,7 @@ def test_a_model_of_text_takes_no_files(models: Any, tmp_path: Path, seen: Path)
 
 
 def test_a_row_whose_file_is_lost_is_left_out(tiny_models: Any, tmp_path: Path, seen: Path, caplog) -> None:
-    from shardproof.data.encoding.embed_media import MediaMatchCollator
+    from shardproof.data.media.embed import MediaMatchCollator
     from shardproof.train.embedding.recipe import media_encoder
 
     own = Path(shutil.copytree(seen, tmp_path / "own"))
@@ -277,7 +277,7 @@ def test_options_of_text_are_refused(tiny_models: Any, tmp_path: Path, seen: Pat
 
 def test_files_are_told_apart_by_where_they_lie(tiny_models: Any, tmp_path: Path, seen: Path) -> None:
     """Rows of two folders name their pictures alike: the one is a negative of the other."""
-    from shardproof.data.encoding.embed_media import MediaMatchCollator
+    from shardproof.data.media.embed import MediaMatchCollator
     from shardproof.train.embedding import recipe as embedding
 
     row = {"query": "x", "positive": "<image>", "positive_images": ["a.png"]}

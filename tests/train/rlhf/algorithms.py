@@ -77,7 +77,7 @@ def batches_without_padding(prepared: list[Any]) -> int:
 def bytes_in_attention(prepared: list[Any]) -> int:
     """Train on this rank; what it sent to those that share its rows, beside what the trial of a few tokens took."""
     from shardproof.parallel.sequence import SequenceParallel
-    from shardproof.train.watching import callbacks
+    from shardproof.train import callbacks
 
     seen: list[int] = []
     told = callbacks.check_shared_rows

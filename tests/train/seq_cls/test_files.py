@@ -18,9 +18,9 @@ from shardproof.errors import ConfigError, DataError
 from shardproof.models.scorers import SCORER, load_scorer
 from shardproof.plugins import Plugins
 from shardproof.train.adapters.adding import check_named_parts
+from shardproof.train.checks.contradictions import check_together
 from shardproof.train.model.loading import registered_model
 from shardproof.train.options.config import SftConfig
-from shardproof.train.options.contradictions import check_together
 from shardproof.train.seq_cls.classifier import Classifier
 from shardproof.train.seq_cls.labelling import labels_in
 from train.rlhf.algorithms import prepared_for

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.data.encoding.encode import EncodeReport, Truncation, collate, nothing_left, walk
 from shardproof.data.encoding.labelled import LabelledEncoder, longest_of
-from shardproof.data.encoding.seen import check_texts
 from shardproof.data.forms.formats import with_system
 from shardproof.data.forms.matches import LABEL, NEGATIVE, POSITIVE, turns_of_found
 from shardproof.data.forms.parts import Problem, has_files
+from shardproof.data.forms.texts import check_texts
 from shardproof.data.rows import BadRow, BadRows, Places, Row, pass_over
 from shardproof.errors import DataError
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from shardproof.data.encoding.beside import in_order
 from shardproof.data.encoding.columns import Columns
 from shardproof.data.encoding.dated import day_of
+from shardproof.data.encoding.learnt import all_but_unlearnt, only_last_answer, past_empty_thoughts
 from shardproof.data.encoding.seen import Seen, refusals
 from shardproof.data.encoding.template import Span, Template
-from shardproof.data.forms.learnt import all_but_unlearnt, only_last_answer, past_empty_thoughts
 from shardproof.data.forms.parts import Problem, parts_of
 from shardproof.data.rows import BadRow, BadRows, Places, Row, Rows, describe_bad, pass_over
 from shardproof.errors import ConfigError, DataError

@@ -17,11 +17,12 @@ from typing import Any
 from shardproof.data.encoding.embed import OF_TEXT, names_files
 from shardproof.data.encoding.encode import Truncation
 from shardproof.data.encoding.rank import Pair, PairEncoder
-from shardproof.data.encoding.seen import check_texts, refusals
+from shardproof.data.encoding.seen import refusals
 from shardproof.data.encoding.template import MARK
 from shardproof.data.forms.formats import SYSTEM, with_system
 from shardproof.data.forms.matches import NEGATIVE, POSITIVE
 from shardproof.data.forms.parts import Problem
+from shardproof.data.forms.texts import check_texts
 from shardproof.data.rows import Row
 from shardproof.errors import ConfigError
 

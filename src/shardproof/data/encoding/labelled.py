@@ -26,10 +26,11 @@ from shardproof.data.encoding.encode import (
     nothing_left,
     walk,
 )
-from shardproof.data.encoding.seen import check_texts, refusals
+from shardproof.data.encoding.seen import refusals
 from shardproof.data.encoding.template import Span
 from shardproof.data.forms.formats import with_system
 from shardproof.data.forms.labels import LABEL, MULTI, REGRESSION, Label, Labels
+from shardproof.data.forms.texts import check_texts
 from shardproof.data.rows import BadRow, BadRows, Places, Row, pass_over
 from shardproof.errors import DataError
 

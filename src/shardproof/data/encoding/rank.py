@@ -14,11 +14,16 @@ from shardproof.data.encoding.embed import OF_TEXT, MatchEncoder, names_files, t
 from shardproof.data.encoding.encode import Truncation, collate
 from shardproof.data.encoding.labelled import cut
 from shardproof.data.forms.formats import with_system
-from shardproof.data.forms.matches import NEGATIVE, POSITIVE, relevances
+from shardproof.data.forms.matches import NEGATIVE, POSITIVE
 from shardproof.data.forms.parts import Problem
 from shardproof.data.rows import Row
 
 Pair = tuple[Sequence[int], Sequence[int]]  # both texts, or all of it and nothing
+
+
+def relevances(row: Row) -> list[int]:
+    """Of each text that a row has for its query whether it answers it: 1 of a positive and 0 of a negative."""
+    return [1] * len(row.extra[POSITIVE]) + [0] * len(row.extra[NEGATIVE])
 
 
 class PairEncoder(MatchEncoder):

@@ -19,13 +19,12 @@ from shardproof.data.encoding.template import MARK, Template
 from shardproof.data.forms.calls import with_texts_as_arguments
 from shardproof.data.forms.formats import SYSTEM, Messages, with_system
 from shardproof.data.forms.parts import Problem, with_texts
+from shardproof.data.forms.texts import THINKING
 from shardproof.data.rows import Row
 from shardproof.errors import ConfigError
 
 Turn = Mapping[str, Any]
 
-THINKING = "reasoning_content"
-WRITE = "write it into the texts, or take it out"
 _LOOKED_FOR = (*SYSTEM, "tool")  # of a question or an answer `Template` sees to it
 _WITH = "give one that does with --chat-template"
 
@@ -39,16 +38,6 @@ def refusals() -> Iterator[None]:
         raise
     except Exception as error:
         raise Problem(f"the chat template refuses this conversation: {' '.join(str(error).split())}") from error
-
-
-def check_texts(turns: Sequence[Any], tools: Any = None, at: str = "messages") -> None:
-    """Raise Problem for what turns hold beside their texts, where these are all that is read."""
-    if tools:
-        raise Problem(f"it has tools, and no chat template reads them: {WRITE}")
-    for i, turn in enumerate(turns):
-        for field, what in (("tool_calls", "calls of tools"), (THINKING, "thinking")):
-            if turn.get(field):
-                raise Problem(f"{at}[{i}] has {what} beside its text, and no chat template reads it: {WRITE}")
 
 
 class Seen:

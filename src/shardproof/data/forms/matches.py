@@ -13,14 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardproof.data.encoding.seen import WRITE, check_texts
 from shardproof.data.forms.fields import kind_of, shown_fields
 from shardproof.data.forms.formats import FIELDS, Form, Normal, checked_turn, opened
 from shardproof.data.forms.likely import ANSWER, QUESTION, likely
 from shardproof.data.forms.objects import check_filled
 from shardproof.data.forms.parts import FILE_FIELDS, Problem, has_files, with_files
 from shardproof.data.forms.preferences import PROMPTS
-from shardproof.data.rows import Row
+from shardproof.data.forms.texts import WRITE, check_texts
 
 ANCHOR, LABEL = "anchor", "label"
 POSITIVE, NEGATIVE = "positive", "negative"  # in `Row.extra`, too: lists of texts, or of turns where they have files
@@ -40,11 +39,6 @@ Found = str | list[dict[str, Any]]  # what is to be found
 def turns_of_found(found: Found) -> list[dict[str, Any]]:
     """As a conversation."""
     return [{"role": "user", "content": found}] if isinstance(found, str) else found
-
-
-def relevances(row: Row) -> list[int]:
-    """Of each text that a row has for its query whether it answers it: 1 of a positive and 0 of a negative."""
-    return [1] * len(row.extra[POSITIVE]) + [0] * len(row.extra[NEGATIVE])
 
 
 @dataclass(frozen=True)

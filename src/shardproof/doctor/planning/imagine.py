@@ -47,13 +47,13 @@ from shardproof.doctor.planning.values import Values
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.models.family import UNUSED, anatomy, makes_its_mean, without_adapters
 from shardproof.parallel.sequence import SequenceParallel
+from shardproof.train.losses.shortcuts import chunked_loss
+from shardproof.train.losses.tokens import token_mean
 from shardproof.train.model.loading import first_line
+from shardproof.train.model.shared_rows import share_rows_of, shared_rows_of
 from shardproof.train.optim.optimizers import made_by
-from shardproof.train.options.settings import mixed_precision
 from shardproof.train.reranker.scoring import last_logits_only
-from shardproof.train.rows.shared_rows import share_rows_of, shared_rows_of
-from shardproof.train.sft.losses import token_mean
-from shardproof.train.sft.shortcuts import chunked_loss
+from shardproof.train.settings import mixed_precision
 from shardproof.zero.autograd import in_backward
 
 if TYPE_CHECKING:

@@ -164,7 +164,7 @@ def heaviest(rows: MediaRows | Joined, encoder: Any) -> Sample | None:
     import numpy as np
 
     from shardproof.data.encoding.embed import texts_of
-    from shardproof.data.encoding.embed_media import MediaMatchEncoder
+    from shardproof.data.media.embed import MediaMatchEncoder
 
     matches = isinstance(encoder, MediaMatchEncoder)
     media: MediaEncoder = encoder.media if matches else encoder

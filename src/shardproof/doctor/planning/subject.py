@@ -13,8 +13,8 @@ from shardproof.errors import ConfigError
 from shardproof.models.family import CAUSAL, anatomy, without_adapters
 from shardproof.models.scorers import SCORER, VALUER
 from shardproof.plugins import check_files
+from shardproof.train.checks.contradictions import check_bits, check_together
 from shardproof.train.options.config import SELECTIVE, SftConfig
-from shardproof.train.options.contradictions import check_bits, check_together
 from shardproof.train.options.option import flag
 from shardproof.train.options.patterns import check_patterns
 
@@ -127,7 +127,7 @@ def check_trained(source: str, config: PlanConfig) -> None:
 def as_held(model: nn.Module, config: PlanConfig, unsaved: bool = True) -> nn.Module:
     """The model whose frozen weights lie in the dtype that the trainers of our commands keep them in."""
     from shardproof.integrations.prepared import hold_as_computed
-    from shardproof.train.options.settings import mixed_precision
+    from shardproof.train.settings import mixed_precision
 
     precision = None if config.stochastic_rounding else mixed_precision(config.precision, config.reduce_dtype)
     base: Any = model
@@ -240,9 +240,9 @@ def check_model(model: Any, config: PlanConfig) -> None:
     """Raise ConfigError for what this model cannot do."""
     from shardproof.integrations.four_bits import packed_kind
     from shardproof.parallel.sequence import check_heads_of
+    from shardproof.train.losses.shortcuts import no_plain_head
     from shardproof.train.model.attention import check_parts_of_rows
     from shardproof.train.model.parts import packed_already
-    from shardproof.train.sft.shortcuts import no_plain_head
 
     inner = without_adapters(model)
     if config.tuner == "full" and packed_kind(inner.config) is not None:

@@ -31,7 +31,7 @@ from shardproof.train.model.loading import (
 from shardproof.train.options.config import SftConfig
 
 if TYPE_CHECKING:
-    from shardproof.data.encoding.embed_media import MediaMatchEncoder
+    from shardproof.data.media.embed import MediaMatchEncoder
     from shardproof.data.rows import Row
 
 T = TypeVar("T")

@@ -10,10 +10,10 @@ from typing import Any
 from shardproof.errors import ConfigError
 from shardproof.models.family import TALKER
 from shardproof.plugins import Plugins
+from shardproof.train.answers.numbers import number_of
 from shardproof.train.options.config import SftConfig
 from shardproof.train.options.option import flag
 from shardproof.train.plugin_calls import own_answer_metric
-from shardproof.train.rlhf.rewards import number_of
 
 Metric = Callable[[str, str], float]
 

@@ -15,9 +15,9 @@ from shardproof.integrations.prepared import together
 from shardproof.train.answers.metrics import Metric, judged
 from shardproof.train.answers.sampling import Sampling
 from shardproof.train.answers.writing import Writer
+from shardproof.train.losses.by_file import by_file, in_chunks, of_each
 from shardproof.train.model.loading import tokenizer_of
 from shardproof.train.rows.sampler import eval_batches
-from shardproof.train.sft.by_file import by_file, in_chunks, of_each
 from shardproof.train.trainer import SftTrainer
 
 Record = dict[str, Any]  # `prompt`, `completion`, `labels` (the right answer) and `rewards`, by metrics

@@ -128,7 +128,7 @@ class Writer:
         """Whether rows have padding before them with which their answers would be others."""
         import torch
 
-        from shardproof.train.rows.left_padding import reads_padding
+        from shardproof.train.model.left_padding import reads_padding
 
         if "attention_mask" not in inputs or inputs["attention_mask"].all():
             return False

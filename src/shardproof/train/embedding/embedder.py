@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.data.encoding.embed import MatchEncoder
-from shardproof.data.encoding.embed_media import MediaMatchEncoder
 from shardproof.data.encoding.encode import collate
 from shardproof.data.encoding.labelled import longest_of
 from shardproof.data.forms.matches import LABEL, NEGATIVE, POSITIVE, Matches
+from shardproof.data.media.embed import MediaMatchEncoder
 from shardproof.data.rows import BadRow, BadRows, Row, read_rows
 from shardproof.errors import ConfigError
 from shardproof.models.classes import load_body

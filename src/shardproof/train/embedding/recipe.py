@@ -14,23 +14,20 @@ from shardproof.data.forms.matches import MATCH_FIELDS, Matches
 from shardproof.errors import ConfigError
 from shardproof.train import run
 from shardproof.train.adapters.adding import with_adapters
+from shardproof.train.checks.contradictions import check_columns
 from shardproof.train.model.loading import load_model, tokenizer_of
 from shardproof.train.model.parts import check_reached, in_bits
 from shardproof.train.options.config import Batch, SftConfig
-from shardproof.train.options.contradictions import check_columns
 from shardproof.train.options.option import flag
-from shardproof.train.options.settings import add_in_one_order, for_sft_trainer
+from shardproof.train.options.task_losses import INFONCE, loss_of
 from shardproof.train.rows.media import check_backbone, check_options, files_taken, media_limits, takes_files
-from shardproof.train.run import Prepared, View, Write
+from shardproof.train.run import Prepared
+from shardproof.train.settings import add_in_one_order, for_sft_trainer
+from shardproof.train.watching.view import View, Write
 
 BODY, ADAPTED = "AutoModel", "FEATURE_EXTRACTION"  # the class of transformers, and PEFT's word for what it is for
-INFONCE, PAIRED = "infonce", ("cosine_similarity", "contrastive")
+PAIRED = ("cosine_similarity", "contrastive")
 MEASURES = {INFONCE: ("accuracy", "mrr", "mean_pos"), **dict.fromkeys(PAIRED, ("pearson", "spearman"))}
-
-
-def loss_of(config: SftConfig) -> str:
-    """Which loss: the one of --loss, whose default of other tasks stands for this one's."""
-    return INFONCE if config.loss == SftConfig.model_fields["loss"].default else config.loss
 
 
 def check(config: SftConfig, world_size: int) -> Batch:
@@ -148,7 +145,7 @@ def encoded_by(config: SftConfig, rows: Any, processing: Any, encoder: Any) -> A
 
 def media_encoder(config: SftConfig, processing: Any) -> Any:
     """Of a model that takes files."""
-    from shardproof.data.encoding.embed_media import MediaMatchEncoder
+    from shardproof.data.media.embed import MediaMatchEncoder
 
     return MediaMatchEncoder(processing, media_limits(config, processing), config.system)
 
@@ -191,7 +188,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     Returns: the signal that ended training, or 0.
     """
     from shardproof.data.encoding.embed import collate_matches
-    from shardproof.data.encoding.embed_media import MediaMatchCollator
+    from shardproof.data.media.embed import MediaMatchCollator
     from shardproof.train.embedding.pooling import Embedding
     from shardproof.train.embedding.trainer import EmbeddingTrainer
 

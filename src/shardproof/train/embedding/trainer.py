@@ -15,8 +15,8 @@ from shardproof.models.family import without_adapters
 from shardproof.train.embedding import similarity
 from shardproof.train.embedding.pooling import Embedding, pooled
 from shardproof.train.embedding.similarity import Embedded
+from shardproof.train.losses.by_file import in_chunks
 from shardproof.train.rows.sampler import eval_batches
-from shardproof.train.sft.by_file import in_chunks
 from shardproof.train.trainer import SftTrainer
 
 

@@ -28,7 +28,7 @@ def share_rows(model: Any, config: Any) -> None:
     """
     from shardproof.models.padding_free import make_padding_free
     from shardproof.models.recurrent import carries_state, isolate_documents
-    from shardproof.train.rows.shared_rows import share_rows_of
+    from shardproof.train.model.shared_rows import share_rows_of
 
     if _shares_rows(config) and carries_state(model):
         if config.compile:

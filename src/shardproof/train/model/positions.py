@@ -10,11 +10,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from shardproof.data.forms.preferences import PROMPTS
 from shardproof.data.rows import Places
 from shardproof.errors import ConfigError
 from shardproof.train.options.config import RunConfig
-from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.options.rlhf_config import RlhfConfig, writes_all_answers
 
 _TABLE = re.compile(r"(^|\.)(wpe|\w*pos(ition)?s?(_\w+)?)$")
 _SPARE = 8  # rows of such a table beyond the positions that the config names, at most
@@ -123,11 +122,7 @@ def _told(config: RunConfig, tokens: int, where: str, limit: int) -> str:
 
 def _generated(config: RunConfig) -> int:
     """How many tokens may follow a row of a prompt."""
-    from shardproof.train.rlhf.rows import form_of
-
-    if isinstance(config, RlhfConfig) and form_of(config) is PROMPTS:
-        return config.max_completion_length
-    return 0
+    return config.max_completion_length if isinstance(config, RlhfConfig) and writes_all_answers(config) else 0
 
 
 def _longest(config: RunConfig, rows: Any) -> tuple[int, str]:

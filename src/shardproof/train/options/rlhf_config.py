@@ -238,6 +238,11 @@ class RlhfConfig(RunConfig):
         return rate * LORA_FACTOR if self.tuner == "lora" else rate
 
 
+def writes_all_answers(config: RlhfConfig) -> bool:
+    """Whether all answers are written while it trains, so that rows need none."""
+    return config.rlhf_type in REWARDED or (config.rlhf_type == "gkd" and (config.seq_kd or config.lmbda == 1))
+
+
 def draws_answers(config: RunConfig) -> bool:
     """Whether a run learns from answers that are drawn by chance while it trains."""
     if not isinstance(config, RlhfConfig):

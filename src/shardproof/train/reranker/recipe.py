@@ -17,24 +17,21 @@ from shardproof.data.forms.matches import MATCH_FIELDS, RANKING_MEASURES, Matche
 from shardproof.errors import ConfigError
 from shardproof.models.scorers import SCORER
 from shardproof.train import run
+from shardproof.train.checks.contradictions import check_columns
 from shardproof.train.embedding.recipe import encoded_by
+from shardproof.train.losses.by_file import check_best
 from shardproof.train.model.loading import tokenizer_of
 from shardproof.train.model.parts import check_reached
 from shardproof.train.options.config import Batch, SftConfig
-from shardproof.train.options.contradictions import check_columns
-from shardproof.train.options.settings import add_in_one_order, for_sft_trainer
+from shardproof.train.options.task_losses import POINTWISE, loss_of
 from shardproof.train.rows.media import check_backbone, files_taken, media_limits
-from shardproof.train.run import Prepared, View, Write
+from shardproof.train.run import Prepared
 from shardproof.train.seq_cls.recipe import check_files
-from shardproof.train.sft.by_file import check_best
+from shardproof.train.settings import add_in_one_order, for_sft_trainer
+from shardproof.train.watching.view import View, Write
 
-POINTWISE, LISTWISE = "pointwise", "listwise"
+LISTWISE = "listwise"
 GENERATIVE = "generative_reranker"  # of --task: no head, but an answer
-
-
-def loss_of(config: SftConfig) -> str:
-    """Which loss: the one of --loss, whose default of other tasks stands for this one's."""
-    return POINTWISE if config.loss == SftConfig.model_fields["loss"].default else config.loss
 
 
 def check(config: SftConfig, world_size: int) -> Batch:
@@ -130,8 +127,8 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     Returns: the signal that ended training, or 0.
     """
     from shardproof.data.encoding.embed import at_length
-    from shardproof.data.encoding.judged_media import MediaPairCollator
     from shardproof.data.encoding.rank import collate_pairs
+    from shardproof.data.media.judged import MediaPairCollator
     from shardproof.train.reranker.scoring import scoring_of
     from shardproof.train.reranker.trainer import RerankerTrainer
 

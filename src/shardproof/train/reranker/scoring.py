@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardproof.data.encoding.embed_media import MediaMatchEncoder
 from shardproof.data.encoding.judged import JudgedEncoder, Write, prompt, take_pairs, word_token
-from shardproof.data.encoding.judged_media import MediaJudgedEncoder, written
-from shardproof.data.encoding.labelled_media import MediaPairEncoder
 from shardproof.data.encoding.rank import PairEncoder
+from shardproof.data.media.embed import MediaMatchEncoder
+from shardproof.data.media.judged import MediaJudgedEncoder, written
+from shardproof.data.media.labelled import MediaPairEncoder
 from shardproof.data.media.limits import Limits
 from shardproof.errors import ConfigError
 from shardproof.models.family import without_adapters

@@ -17,8 +17,9 @@ from typing import Any
 from shardproof.data.forms.parts import Problem
 from shardproof.errors import ConfigError
 from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.plugin_calls import failure, place_of
 from shardproof.train.rlhf.functions import function_of
-from shardproof.train.rlhf.reward_calls import failure, guarded, misfit, number_from, place_of, wants
+from shardproof.train.rlhf.reward_calls import guarded, misfit, number_from, wants
 from shardproof.train.rlhf.tools import OPTION as TOOLS
 from shardproof.train.rlhf.tools import check_named, description_of, descriptions, own_name, telling, whole_text
 

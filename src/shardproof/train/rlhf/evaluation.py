@@ -17,8 +17,8 @@ from unittest import mock
 import torch.distributed as dist
 from transformers.trainer_utils import EvalLoopOutput
 
+from shardproof.train.losses.by_file import in_chunks
 from shardproof.train.rows.sampler import eval_batches
-from shardproof.train.sft.by_file import in_chunks
 from shardproof.zero.comm.groups import told_by_all
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
 from shardproof.train.adapters.begun import refer_to
+from shardproof.train.model.few import few_tokens
+from shardproof.train.model.left_padding import count_from_first_tokens
 from shardproof.train.model.loading import tokenizer_of
 from shardproof.train.options.rlhf_config import SAME
 from shardproof.train.rlhf.evaluation import evaluate_rows
 from shardproof.train.rlhf.pictures import are_pictured
-from shardproof.train.rows.left_padding import count_from_first_tokens
-from shardproof.train.sft.shortcuts import few_tokens
 from shardproof.train.trainer import CommandMixin
 
 if TYPE_CHECKING:

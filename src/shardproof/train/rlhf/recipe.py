@@ -23,6 +23,8 @@ from shardproof.train import run
 from shardproof.train.adapters.adding import lora, with_adapters
 from shardproof.train.adapters.beginning import takes_from_weights
 from shardproof.train.adapters.begun import adapter_folder
+from shardproof.train.checks.contradictions import check_columns
+from shardproof.train.checks.named import check_named
 from shardproof.train.folder import RunFolder
 from shardproof.train.model.declared import check_shares_rows, declared
 from shardproof.train.model.lacking import without_lacking
@@ -30,11 +32,8 @@ from shardproof.train.model.loading import check_model_source, first_line, is_lo
 from shardproof.train.model.parts import choose_parts, in_bits
 from shardproof.train.model.reward_models import check_reward_model, pads_with
 from shardproof.train.options.config import Batch, SftConfig
-from shardproof.train.options.contradictions import check_columns
-from shardproof.train.options.named import check_named
 from shardproof.train.options.option import flag
 from shardproof.train.options.rlhf_config import REWARDED, SAME, RlhfConfig
-from shardproof.train.options.settings import arguments, for_any_trainer, mixed_precision
 from shardproof.train.rlhf.algorithms import ALGORITHMS, check_algorithm, own_arguments
 from shardproof.train.rlhf.environments import check_environments, check_room, factory_of
 from shardproof.train.rlhf.pictures import (
@@ -50,7 +49,9 @@ from shardproof.train.rlhf.variants import warn_of_dropout
 from shardproof.train.rlhf.vllm import check_fits, check_server, drawn_without, room_of
 from shardproof.train.rows.media import check_backbone, media_limits
 from shardproof.train.rows.plain import warn_of_plain
-from shardproof.train.run import Prepared, View, Write
+from shardproof.train.run import Prepared
+from shardproof.train.settings import arguments, for_any_trainer, mixed_precision
+from shardproof.train.watching.view import View, Write
 
 OF_STATES = ("dpo", "kto", "grpo", "rloo", "ppo")  # their trainers ask the model for hidden states, not logits
 

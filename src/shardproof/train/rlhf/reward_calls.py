@@ -9,13 +9,11 @@ import asyncio
 import inspect
 import logging
 import math
-import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from shardproof.errors import ConfigError
+from shardproof.train.plugin_calls import failure, place_of
 
 log = logging.getLogger("shardproof")
 
@@ -115,31 +113,8 @@ def guarded(
     return call_async if _is_async(function) else call
 
 
-def failure(error: BaseException, function: Callable[..., Any]) -> str:
-    """How a function of the user's failed, and in which line of its file."""
-    frames, code = traceback.extract_tb(error.__traceback__), _code_of(function)
-    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-    at = (own or frames)[-1]  # a library that it calls says little
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return f"failed with {what} ({Path(at.filename).name}, line {at.lineno})."
-
-
 def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _code_of(function: Callable[..., Any]) -> CodeType | None:
-    """The code of a function, or of what is called in its place."""
-    inner = inspect.unwrap(function)
-    return getattr(inner if hasattr(inner, "__code__") else type(inner).__call__, "__code__", None)
-
-
-def place_of(function: Callable[..., Any]) -> str:
-    """` (my_rewards.py:5)` of a function of the user's, or nothing."""
-    code = _code_of(function)
-    if code is None or Path(code.co_filename).parent == Path(__file__).parent:
-        return ""
-    return f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
 def wants(function: Callable[..., Any], given: Collection[str]) -> list[str]:

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from shardproof.data.forms.parts import FILE_COLUMNS, has_files
 from shardproof.errors import ConfigError, DataError
 from shardproof.plugins import KINDS, Plugins, load
+from shardproof.train.answers.numbers import number_of
 from shardproof.train.model.reward_models import check_reward_model
 from shardproof.train.options.config import Batch
 from shardproof.train.options.patterns import check_pattern
 from shardproof.train.options.rlhf_config import REWARDED, RlhfConfig
+from shardproof.train.plugin_calls import place_of
 from shardproof.train.rlhf.environments import check_environments_for
 from shardproof.train.rlhf.functions import check_there, function_of, is_in_file
-from shardproof.train.rlhf.reward_calls import TAKEN, Judges, misfit, place_of
+from shardproof.train.rlhf.reward_calls import TAKEN, Judges, misfit
 
 Reward = Callable[..., list[float | None]]
 
 BUILT_IN = KINDS["reward"].built_in
 REFERENCES = ("solution", "answer", "response", "completion", "output")  # columns that may hold the right answer
 NOT_HANDED_ON = {"prompt", "completion", "completion_ids", *TAKEN}  # columns that TRL keeps from rewards
-_NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
 
 
 def text_of(completion: Any) -> str:
@@ -36,17 +36,6 @@ def text_of(completion: Any) -> str:
         called = [number for number, turn in enumerate(completion, 1) if turn.get("role") == "tool"]
         return "".join(str(turn.get("content") or "") for turn in completion[max(called, default=0) :])
     return str(completion)
-
-
-def number_of(text: str) -> Decimal | None:
-    """The number that a solution ends with: what follows `####`, else what is in `\\boxed{}`, else the last number."""
-    marked = text.rpartition("####")[2] if "####" in text else ""
-    boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
-    found = _NUMBER.findall(marked)[:1] or (_NUMBER.findall(boxed[-1]) if boxed else []) or _NUMBER.findall(text)
-    try:
-        return Decimal(found[-1].replace(",", "")) if found else None
-    except InvalidOperation:
-        return None
 
 
 def accuracy(completions: Sequence[Any], **columns: Any) -> list[float | None]:

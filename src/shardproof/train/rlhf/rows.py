@@ -16,7 +16,7 @@ from shardproof.data.rows import BadRow, Places, pass_over
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.processors import processor_class
 from shardproof.train.model.loading import first_line, tokenizer_of
-from shardproof.train.options.rlhf_config import REWARDED, RlhfConfig
+from shardproof.train.options.rlhf_config import REWARDED, RlhfConfig, writes_all_answers
 from shardproof.train.rlhf.algorithms import ALGORITHMS
 from shardproof.train.rlhf.environments import Shown
 from shardproof.train.rlhf.pictures import encode_pictured, first_with_files
@@ -25,10 +25,8 @@ from shardproof.train.rlhf.tools import check_called
 
 
 def form_of(config: RlhfConfig) -> Form:
-    """What rows look like. Where all answers are written anew, a teacher's pupil needs none in the rows."""
-    if config.rlhf_type == "gkd" and (config.seq_kd or config.lmbda == 1):
-        return PROMPTS
-    return ALGORITHMS[config.rlhf_type].form
+    """What rows look like."""
+    return PROMPTS if writes_all_answers(config) else ALGORITHMS[config.rlhf_type].form
 
 
 @dataclass

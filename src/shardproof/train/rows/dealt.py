@@ -9,6 +9,7 @@ from pathlib import Path
 from shardproof.train.options.batch import Batch
 from shardproof.train.options.config import RunConfig, SftConfig
 from shardproof.train.options.rlhf_config import RlhfConfig, draws_answers
+from shardproof.train.options.task_losses import INFONCE, loss_of
 
 log = logging.getLogger("shardproof")
 
@@ -43,8 +44,6 @@ def _compared(config: RunConfig) -> str:
     if isinstance(config, RlhfConfig):
         alone = config.rlhf_type != "kto" or config.loss_type == ["apo_zero_unpaired"]
         return "" if alone else "The reference point of kto is a mean over the rows of a micro-batch of all processes"
-    from shardproof.train.embedding.recipe import INFONCE, loss_of  # here, as it begins with run.py
-
     if isinstance(config, SftConfig) and config.task == "embedding" and loss_of(config) == INFONCE:
         return "With --loss infonce a row is compared with those of a micro-batch of all processes"
     return ""

@@ -8,9 +8,9 @@ from typing import Any
 
 from shardproof.data.encoding.encode import collate
 from shardproof.data.encoding.labelled import LabelledEncoder, longest_of, tensor_of
-from shardproof.data.encoding.labelled_media import MediaLabelledEncoder
 from shardproof.data.encoding.template import set_template
 from shardproof.data.forms.labels import LABEL, REGRESSION, SINGLE, Labels, labelled
+from shardproof.data.media.labelled import MediaLabelledEncoder
 from shardproof.data.rows import BadRow, BadRows, Row, read_rows
 from shardproof.errors import ConfigError
 from shardproof.train.answers.loaded import Loaded, with_files

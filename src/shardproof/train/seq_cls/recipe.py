@@ -15,17 +15,18 @@ from shardproof.models.scorers import SCORER
 from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.adapters.adding import with_adapters
+from shardproof.train.checks.contradictions import check_columns
+from shardproof.train.losses.by_file import best_of, check_best
 from shardproof.train.model.loading import tokenizer_of
 from shardproof.train.model.parts import check_reached, in_bits
 from shardproof.train.model.reward_models import pads_with
 from shardproof.train.options.config import Batch, SftConfig
-from shardproof.train.options.contradictions import check_columns
-from shardproof.train.options.settings import add_in_one_order, for_sft_trainer
 from shardproof.train.plugin_calls import own_metric
 from shardproof.train.rows.media import check_backbone, check_options, check_templated, files_taken, media_limits
-from shardproof.train.run import Prepared, View, Write
+from shardproof.train.run import Prepared
 from shardproof.train.seq_cls.labelling import labels_of, load_classifier, new_modules, resolved
-from shardproof.train.sft.by_file import best_of, check_best
+from shardproof.train.settings import add_in_one_order, for_sft_trainer
+from shardproof.train.watching.view import View, Write
 
 
 def check(config: SftConfig, world_size: int) -> Batch:
@@ -106,7 +107,7 @@ def check_files(config: SftConfig) -> None:
 
 def media_encoder(config: SftConfig, processing: Any) -> Any:
     """Of a model that takes files."""
-    from shardproof.data.encoding.labelled_media import MediaLabelledEncoder
+    from shardproof.data.media.labelled import MediaLabelledEncoder
 
     return MediaLabelledEncoder(processing, media_limits(config, processing), config.system)
 
@@ -149,7 +150,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     Returns: the signal that ended training, or 0.
     """
     from shardproof.data.encoding.labelled import collate_labelled
-    from shardproof.data.encoding.labelled_media import MediaLabelledCollator
+    from shardproof.data.media.labelled import MediaLabelledCollator
     from shardproof.train.seq_cls.trainer import SeqClsTrainer
 
     config: SftConfig = prepared.config

@@ -19,18 +19,19 @@ from shardproof.plugins import KINDS, load
 from shardproof.train import run
 from shardproof.train.adapters.adding import with_adapters
 from shardproof.train.answers.metrics import answer_metrics, check_answering, metrics_of
+from shardproof.train.checks.contradictions import check_columns
+from shardproof.train.losses.by_file import check_best
 from shardproof.train.model.declared import check_shares_rows, declared
 from shardproof.train.model.lacking import without_lacking
 from shardproof.train.model.loading import load_model, tokenizer_of
 from shardproof.train.model.parts import check_reached, in_bits
 from shardproof.train.options.config import Batch, SftConfig
-from shardproof.train.options.contradictions import check_columns
-from shardproof.train.options.settings import add_in_one_order, for_sft_trainer
 from shardproof.train.plugin_calls import own_loss, own_metric
 from shardproof.train.rows.media import check_codes, check_options, check_spoken, media_limits
 from shardproof.train.rows.plain import warn_of_plain
-from shardproof.train.run import Prepared, View, Write
-from shardproof.train.sft.by_file import check_best
+from shardproof.train.run import Prepared
+from shardproof.train.settings import add_in_one_order, for_sft_trainer
+from shardproof.train.watching.view import View, Write
 
 if TYPE_CHECKING:
     from shardproof.data.media.encode import MediaEncoder
@@ -127,7 +128,7 @@ def read(config: SftConfig) -> tuple[Any, Any]:
 
     if not config.streaming:
         return run.read(config, read_rows, SFT)
-    from shardproof.data.sources.stream import DEFAULT_SIZE, read_stream
+    from shardproof.data.stream import DEFAULT_SIZE, read_stream
 
     trained = partial(read_stream, size=config.shuffle_buffer_size or DEFAULT_SIZE)
     return run.read(config, read_rows, SFT, trained)
@@ -236,7 +237,7 @@ def _refuse(option: str, against: Mapping[str, object], why: str) -> None:
 
 
 def _encoded_later(config: SftConfig, rows: Any, tokenizer: Any) -> Any:
-    from shardproof.data.sources.stream import EncodedStream
+    from shardproof.data.stream import EncodedStream
 
     return EncodedStream(
         rows,
@@ -267,7 +268,7 @@ def _learnt(config: SftConfig) -> Any:
 
 def _collator(prepared: Prepared, model: Any) -> Any:
     """From rows to a batch; where ranks share rows, with what each token of this rank's part is to predict."""
-    from shardproof.train.rows.shared_rows import shared_rows_of
+    from shardproof.train.model.shared_rows import shared_rows_of
 
     collate, shared = _collate_whole(prepared, model), shared_rows_of(model)
     if shared is None:
@@ -282,7 +283,7 @@ def _collator(prepared: Prepared, model: Any) -> Any:
 
 def _collate_whole(prepared: Prepared, model: Any) -> Any:
     from shardproof.data.encoding.pack import wants_flat
-    from shardproof.train.sft.shortcuts import attention_of
+    from shardproof.train.losses.shortcuts import attention_of
 
     config, flat = prepared.config, wants_flat(attention_of(model))
     if prepared.processing is prepared.tokenizer:

@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from shardproof.train.run import View, Write
-from shardproof.train.watching.log_file import LogFile
+from shardproof.train.log_file import LogFile
 from shardproof.train.watching.recorder import Recorder
+from shardproof.train.watching.view import View, Write
 
 # What is recorded under a name of ours, or says nothing about the run.
 _NAMED = {"loss", "grad_norm", "learning_rate", "tokens", "memory", "epoch", "num_tokens", "step_time", "total_flos"}

@@ -198,7 +198,7 @@ def read_stream(
     """
     if not names:
         raise DataError("No dataset was named. Name a file, or 'stdlib' for the embedded rows.")
-    from shardproof.data.sources.mixed_stream import MixedStream
+    from shardproof.data.mixed_stream import MixedStream
 
     given = [str(name) for name in names]
     if mixture is None:

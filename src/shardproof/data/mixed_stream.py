@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from shardproof.data.forms.formats import SUPERVISED, Form
 from shardproof.data.rows import BadRow, Row
 from shardproof.data.sources.mixture import Mixture
-from shardproof.data.sources.stream import DEFAULT_SIZE, Place, Read, RowStream
+from shardproof.data.stream import DEFAULT_SIZE, Place, Read, RowStream
 
 
 class _Told(NamedTuple):

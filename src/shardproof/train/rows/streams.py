@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shardproof.data.encoding.encode import EncodeReport
 from shardproof.data.rows import BadRow
-from shardproof.data.sources.stream import Block, EncodedStream, Place, Position, batches
+from shardproof.data.stream import Block, EncodedStream, Place, Position, batches
 from shardproof.errors import DataError
 from shardproof.interrupts import left_to_rank
 from shardproof.train.folder import SKIPPED

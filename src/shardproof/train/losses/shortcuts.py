@@ -19,11 +19,11 @@ from shardproof.data.encoding.pack import wants_flat
 from shardproof.errors import ConfigError
 from shardproof.models.family import tried, without_adapters
 from shardproof.models.laid_out import put_in_places
-from shardproof.train.rows.shared_rows import check_loss_of_parts, compare
-from shardproof.train.sft.chunked import chunked_cross_entropy
-from shardproof.train.sft.packed_files import PLACES, packed, packed_labels
+from shardproof.train.losses.chunked import chunked_cross_entropy
+from shardproof.train.losses.packed_files import PLACES, packed, packed_labels
+from shardproof.train.model.few import FEW
+from shardproof.train.model.shared_rows import check_loss_of_parts, compare
 
-FEW = 8  # tokens
 LARGE = 16.0  # a logit that a cap does not leave as it is
 LABELS = ("labels", "shift_labels")
 
@@ -52,13 +52,6 @@ def checks(
                 compare(model, {name: value for name, value in batch.items() if name not in LABELS})
 
     return [files, loss]
-
-
-def few_tokens(tokenizer: Any) -> torch.Tensor:
-    """FEW tokens out of the middle of a vocabulary: no text is known to every tokenizer, and marks of pictures and the
-    like stand at its ends."""
-    known = sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids})
-    return torch.tensor([known[(len(known) // 2 + i) % len(known)] for i in range(FEW)])
 
 
 def check_packing(model: nn.Module, inputs: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from shardproof.errors import ConfigError
 from shardproof.models.family import tried, without_adapters
-from shardproof.train.sft.shortcuts import FEW
+from shardproof.train.model.few import FEW
 
 MASK = "attention_mask"
 

@@ -10,14 +10,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardproof.data.encoding.embed_media import MediaMatchCollator, MediaMatchEncoder, Read
 from shardproof.data.encoding.encode import Truncation
-from shardproof.data.encoding.judged_media import joined
 from shardproof.data.encoding.labelled import tensor_of
+from shardproof.data.encoding.rank import relevances
 from shardproof.data.forms.formats import with_system
 from shardproof.data.forms.labels import LABEL, Label, Labels
-from shardproof.data.forms.matches import NEGATIVE, POSITIVE, relevances, turns_of_found
+from shardproof.data.forms.matches import NEGATIVE, POSITIVE, turns_of_found
 from shardproof.data.media.batches import OnLost
+from shardproof.data.media.embed import MediaMatchCollator, MediaMatchEncoder, Read
+from shardproof.data.media.judged import joined
 from shardproof.data.rows import Row
 
 

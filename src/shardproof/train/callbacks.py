@@ -10,10 +10,10 @@ from transformers.trainer_callback import TrainerCallback
 from shardproof.models.padding_free import check_padding_free
 from shardproof.plugins import load
 from shardproof.train.collecting import LeavesOutWhatStays
+from shardproof.train.model.few import few_tokens
 from shardproof.train.model.loading import tokenizer_of
+from shardproof.train.model.shared_rows import check_shared_rows
 from shardproof.train.options.config import RunConfig
-from shardproof.train.rows.shared_rows import check_shared_rows
-from shardproof.train.sft.shortcuts import few_tokens
 from shardproof.train.stop import EndOfEpoch, JudgesEvaluations
 
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardproof.data.encoding.embed_media import MediaMatchCollator, MediaMatchEncoder, Read
 from shardproof.data.encoding.judged import turns_of_pair
-from shardproof.data.encoding.seen import check_texts
+from shardproof.data.encoding.rank import relevances
 from shardproof.data.encoding.template import Template
 from shardproof.data.forms.formats import SYSTEM, with_system
-from shardproof.data.forms.matches import NEGATIVE, POSITIVE, relevances, turns_of_found
+from shardproof.data.forms.matches import NEGATIVE, POSITIVE, turns_of_found
+from shardproof.data.forms.texts import check_texts
+from shardproof.data.media.embed import MediaMatchCollator, MediaMatchEncoder, Read
 from shardproof.data.rows import Row
 
 

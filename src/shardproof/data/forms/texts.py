@@ -1,0 +1,21 @@
+"""Turns of which the texts are all that is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardproof.data.forms.parts import Problem
+
+THINKING = "reasoning_content"
+WRITE = "write it into the texts, or take it out"
+
+
+def check_texts(turns: Sequence[Any], tools: Any = None, at: str = "messages") -> None:
+    """Raise Problem for what turns hold beside their texts, where these are all that is read."""
+    if tools:
+        raise Problem(f"it has tools, and no chat template reads them: {WRITE}")
+    for i, turn in enumerate(turns):
+        for field, what in (("tool_calls", "calls of tools"), (THINKING, "thinking")):
+            if turn.get(field):
+                raise Problem(f"{at}[{i}] has {what} beside its text, and no chat template reads it: {WRITE}")
