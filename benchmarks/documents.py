@@ -15,8 +15,8 @@ import torch
 import transformers
 from card import clock, device_here
 
-from shardproof.models.masks import tell_masks_of_positions
-from shardproof.models.varlen import attention_options
+from shardproof.models.attention.masks import tell_masks_of_positions
+from shardproof.models.attention.varlen import attention_options
 
 SHAPE = {
     "vocab_size": 2000,

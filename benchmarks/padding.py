@@ -23,8 +23,8 @@ import torch
 from card import clock, device_here
 from torch.nn import functional as F
 
-from shardproof.models.padding_free import make_padding_free
-from shardproof.models.varlen import VARLEN, attention_options
+from shardproof.models.attention.padding_free import make_padding_free
+from shardproof.models.attention.varlen import VARLEN, attention_options
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64},

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardproof.models.attention.varlen import attention_options
 from shardproof.models.checkpointing import enable_checkpointing
-from shardproof.models.varlen import attention_options
 
 LORA_RANK, CLIP = 16, 1.0
 PART = 1024  # tokens whose logits are there at once

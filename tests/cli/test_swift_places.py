@@ -4,7 +4,7 @@ import pytest
 
 from shardproof.cli.export import ExportConfig
 from shardproof.cli.from_swift.places import placed
-from shardproof.cli.infer import InferConfig
+from shardproof.cli.infer_asked import InferConfig
 from shardproof.errors import ConfigError
 
 KNOWN = {"infer": InferConfig.model_fields, "export": ExportConfig.model_fields}

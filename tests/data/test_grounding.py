@@ -15,7 +15,7 @@ from shardproof.data.media.limits import Limits
 from shardproof.data.media.rows import encode_media_rows
 from shardproof.data.rows import Rows, read_rows
 from shardproof.errors import DataError
-from shardproof.models.processors import load_processor
+from shardproof.models.loading.processors import load_processor
 
 ROW: dict[str, Any] = {
     "query": "<image>find <ref-object>",

@@ -19,9 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from shardproof.data.mixed_stream import read_stream
 from shardproof.data.rows import read_rows
 from shardproof.data.sources.hub import HubName, hub_name
-from shardproof.data.stream import Place, read_stream
+from shardproof.data.stream import Place
 from shardproof.errors import DataError
 
 COMMIT = "1" * 40

@@ -375,7 +375,7 @@ OMNI_ROWS = [
 
 @pytest.fixture(scope="module")
 def encoder(tiny_models):
-    from shardproof.models.processors import load_processor
+    from shardproof.models.loading.processors import load_processor
 
     return lambda kind="qwen2_5_omni", **limits: MediaEncoder(load_processor(str(tiny_models(kind))), Limits(**limits))
 
@@ -414,7 +414,7 @@ def test_any_mixture_is_one_batch(encoder, rows, kind: str, records) -> None:
 
 def test_a_processor_goes_to_other_processes(tiny_models) -> None:
     """As it does where ranks are spawned."""
-    from shardproof.models.processors import load_processor
+    from shardproof.models.loading.processors import load_processor
 
     processor = load_processor(str(tiny_models("minicpmv4_6")))
     there = pickle.loads(pickle.dumps(processor))

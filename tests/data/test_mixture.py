@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from shardproof.data.mixed_stream import read_stream
 from shardproof.data.rows import read_rows
 from shardproof.data.sources.mixture import Mixture
-from shardproof.data.stream import EncodedStream, Place, Position, dealt, read_stream
+from shardproof.data.stream import EncodedStream, Place, Position, dealt
 from shardproof.errors import DataError
 
 SHARES = (0.75, 0.25)

@@ -21,7 +21,7 @@ from shardproof.data.media.reading import Frames, read_video
 from shardproof.data.media.rows import encode_media_rows
 from shardproof.data.rows import Row, Rows, read_rows
 from shardproof.errors import ConfigError
-from shardproof.models.processors import load_processor, prepared
+from shardproof.models.loading.processors import load_processor, prepared
 from shardproof.models.tiny_media import image_processor, media_processor, media_tokenizer
 
 SEEING = {"query": "<image>which?", "response": "two", "images": ["a.png"]}
@@ -294,7 +294,7 @@ def test_pictures_without_pillow_name_the_extra(tiny_models) -> None:
     folder = tiny_models("qwen2_5_omni")
     code = (
         "import sys; sys.modules['PIL'] = None\n"
-        "from shardproof.models.processors import load_processor\n"
+        "from shardproof.models.loading.processors import load_processor\n"
         f"load_processor({str(folder)!r})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -157,7 +157,7 @@ def test_nothing_is_fetched_unless_it_is_asked_for(server: str) -> None:
 
 
 def test_rows_are_named_and_trained_on(server: str, tiny_models, tmp_path: Path, capsys) -> None:
-    from shardproof.models.processors import load_processor
+    from shardproof.models.loading.processors import load_processor
 
     file = tmp_path / "rows.jsonl"
     rows = [

@@ -24,7 +24,7 @@ from shardproof.data.media.rows import encode_media_rows
 from shardproof.data.row_cache import RowCache
 from shardproof.data.rows import Row, read_rows
 from shardproof.errors import ConfigError, DataError
-from shardproof.models.processors import load_processor
+from shardproof.models.loading.processors import load_processor
 
 ROWS = [
     {"query": "<image>which digit?", "response": "two", "images": ["a.png"]},

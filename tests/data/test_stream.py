@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from shardproof.data.mixed_stream import read_stream
 from shardproof.data.rows import read_rows
 from shardproof.data.sources.readings import Lines, open_stream
-from shardproof.data.stream import EncodedStream, Place, Position, dealt, read_stream
+from shardproof.data.stream import EncodedStream, Place, Position, dealt
 from shardproof.errors import DataError
 
 

@@ -20,8 +20,8 @@ from shardproof.doctor.config import PlanConfig, RlhfDoctorConfig
 from shardproof.doctor.planning.sample import described
 from shardproof.doctor.planning.subject import recipe_for
 from shardproof.integrations.prepared import hold_as_computed, hybrid_mesh, shard_prepared
-from shardproof.models.classes import load_pretrained
-from shardproof.models.family import makes_its_mean
+from shardproof.models.forward import makes_its_mean
+from shardproof.models.loading.classes import load_pretrained
 from shardproof.parallel.sequence import SequenceParallel
 from shardproof.plugins import load
 from shardproof.train.adapters.adding import with_adapters

@@ -253,7 +253,7 @@ def test_a_model_with_more_than_weights_in_its_folder_is_loaded(tiny_models):
 
 def test_what_no_step_reaches_and_a_talker_are_frozen_as_they_should_be(tiny_models):
     """Nobody has to ask for that. A layer that is frozen in a part that is trained is told."""
-    from shardproof.models.family import anatomy
+    from shardproof.models.families.anatomy import anatomy
     from shardproof.train.adapters.adding import with_adapters
     from shardproof.train.model.loading import load_model
 

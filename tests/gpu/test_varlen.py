@@ -9,7 +9,7 @@ import torch
 
 from gpu.test_accelerator import KIND, here
 from models.test_varlen import BATCHES, KINDS, both
-from shardproof.models import padding_free, sinks, varlen
+from shardproof.models.attention import padding_free, sinks, varlen
 
 pytestmark = pytest.mark.skipif(not KIND, reason="no accelerator")
 NARROW = "values of another width"  # 12 and 6 numbers: there are kernels for multiples of 8

@@ -19,8 +19,8 @@ from models.packed_folders import FP8, pack
 from shardproof.errors import ConfigError
 from shardproof.integrations.pretrained import without_values
 from shardproof.integrations.readers import Entry, Stacked, Stored
-from shardproof.models.classes import with_values
-from shardproof.models.packed import check_can_unpack, unpacking_of
+from shardproof.models.loading.classes import with_values
+from shardproof.models.loading.packed import check_can_unpack, unpacking_of
 from shardproof.zero.build import READER
 from zero.language_models import tiny
 

@@ -102,7 +102,7 @@ def test_what_is_saved_is_kept_so_only_where_nothing_is_lost(tmp_path: Path, laz
     import shardproof
     from shardproof.integrations.prepared import hold_as_computed
     from shardproof.integrations.pretrained import without_values
-    from shardproof.models.classes import with_values
+    from shardproof.models.loading.classes import with_values
 
     for name, stored in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         llama().to(stored).save_pretrained(tmp_path / name)

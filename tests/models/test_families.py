@@ -10,8 +10,10 @@ import torch
 from models.tiny_configs import TEXT, TINY
 from shardproof.cli.main import main
 from shardproof.errors import ConfigError
-from shardproof.models.families import FAMILIES, family_of
-from shardproof.models.family import MEDIA, PARTS, UNUSED, anatomy, guessed_part, trainable_parts, without_adapters
+from shardproof.models.families.anatomy import anatomy, guessed_part, trainable_parts
+from shardproof.models.families.family import MEDIA, PARTS, UNUSED
+from shardproof.models.families.known import FAMILIES, family_of
+from shardproof.models.forward import without_adapters
 
 # Models with code of their own have no class here to look at: tests/train/test_own_code.py.
 BY_TYPE = {kind: family for family in FAMILIES for kind in family.model_types if not family.own_code}
@@ -74,7 +76,7 @@ def test_who_divides_its_loss_is_known(kind: str) -> None:
     """By the tokens of the whole step. Qwen2-Audio takes that number and goes by its own batch."""
     import transformers
 
-    from shardproof.models.family import divides_its_loss, makes_its_mean
+    from shardproof.models.forward import divides_its_loss, makes_its_mean
 
     config = transformers.AutoConfig.for_model(kind, **TINY[kind])
     torch.manual_seed(0)
@@ -110,7 +112,7 @@ class HandedOn(torch.nn.Module):
 def test_who_divides_its_loss_is_read_in_its_forward(name: str, divides: bool) -> None:
     import transformers
 
-    from shardproof.models.family import divides_its_loss, makes_its_mean
+    from shardproof.models.forward import divides_its_loss, makes_its_mean
 
     model = object.__new__(getattr(transformers, name))
     model.__dict__.update(_modules={}, _parameters={}, _buffers={})
@@ -203,7 +205,7 @@ def test_a_model_is_loaded_with_its_towers(kind: str, saved: str | None, cls: st
     """Some configs name a language model alone as well."""
     import transformers
 
-    from shardproof.models.classes import _auto_class
+    from shardproof.models.loading.classes import _auto_class
 
     config = getattr(transformers, kind)()
     config.architectures = saved and [saved]
@@ -216,7 +218,7 @@ def test_a_language_model_without_its_towers_has_a_decoder(tmp_path, kind: str) 
     import torch
     import transformers
 
-    from shardproof.models.classes import load_pretrained
+    from shardproof.models.loading.classes import load_pretrained
     from shardproof.models.scorers import load_scorer
 
     sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
@@ -236,7 +238,7 @@ def test_a_family_may_have_another_tower() -> None:
     import torch
     import transformers
 
-    from shardproof.models.family import anatomy
+    from shardproof.models.families.anatomy import anatomy
 
     text = {"model_type": "mistral", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
     text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 99}
@@ -251,7 +253,7 @@ def test_a_family_may_have_another_tower() -> None:
 def test_a_model_that_does_not_write_on_is_refused(tmp_path) -> None:
     import json
 
-    from shardproof.models.classes import check_writes_on
+    from shardproof.models.loading.classes import check_writes_on
 
     config = {"model_type": "whisper", "is_encoder_decoder": True}
     for architecture, fits in (("WhisperForConditionalGeneration", False), ("WhisperForCausalLM", True)):
@@ -285,7 +287,7 @@ def test_a_tower_of_timm_is_refused_before_all_else_where_that_is_not_installed(
 
     import transformers
 
-    from shardproof.models.classes import check_timm
+    from shardproof.models.loading.classes import check_timm
     from shardproof.train.model.loading import load_processing
     from shardproof.train.options.config import SftConfig
 

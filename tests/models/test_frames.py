@@ -16,8 +16,8 @@ from shardproof.data.media.encode import MediaEncoder
 from shardproof.data.media.limits import Limits
 from shardproof.data.media.rows import encode_media_rows
 from shardproof.data.rows import read_rows
-from shardproof.models.classes import load_pretrained
-from shardproof.models.processors import load_processor
+from shardproof.models.loading.classes import load_pretrained
+from shardproof.models.loading.processors import load_processor
 from shardproof.models.tiny_media import image_processor, media_processor, media_tokenizer, save_random
 
 PICTURE = {"query": "<image>which?", "response": "two", "images": ["a.png"]}

@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from models.tiny_configs import TEXT
+from shardproof.models.attention.recurrent import Documents, carries_state, isolate_documents
 from shardproof.models.checkpointing import enable_checkpointing
-from shardproof.models.recurrent import Documents, carries_state, isolate_documents
 
 SMALL: dict[str, Any] = {**TEXT, "max_position_embeddings": 512}
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}

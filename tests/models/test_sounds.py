@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import transformers
 
-from shardproof.models.processors import load_processor
-from shardproof.models.sounds import hearing_each_alone
+from shardproof.models.loading.processors import load_processor
+from shardproof.models.media.sounds import hearing_each_alone
 
 RATE = {"sampling_rate": 16000}
 LENGTHS = [1600, 1601, 1639, 1640, 1641, 1759, 1760, 5000, 9000, 15999, 16000, 16001, 40000]

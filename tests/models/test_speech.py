@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from shardproof.models.classes import load_pretrained
+from shardproof.models.loading.classes import load_pretrained
 
 CODES, BEGIN, END = 7, 61, 62
 NEW = 4  # words
@@ -23,7 +23,7 @@ def spoken(tiny_models):
     """
     from PIL import Image
 
-    from shardproof.models.processors import load_processor
+    from shardproof.models.loading.processors import load_processor
 
     folder = str(tiny_models("qwen2_5_omni"))
     processor = load_processor(folder)

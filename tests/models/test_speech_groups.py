@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from shardproof.models.classes import load_pretrained
+from shardproof.models.loading.classes import load_pretrained
 
 FRAMES, NEW = 6, 5  # of codes, words
 
@@ -18,7 +18,7 @@ def spoken(request, tiny_models):
     """A model, a question (with a picture, or after an earlier one), and what it said, in words and in codes."""
     from PIL import Image
 
-    from shardproof.models.processors import load_processor
+    from shardproof.models.loading.processors import load_processor
 
     folder = str(tiny_models("qwen3_omni_moe"))
     processor = load_processor(folder)

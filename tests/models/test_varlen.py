@@ -11,9 +11,9 @@ import transformers
 
 from models.tiny_configs import TEXT
 from shardproof.errors import ConfigError
-from shardproof.models import sinks, varlen
-from shardproof.models.masks import tell_masks_of_positions
-from shardproof.models.varlen import attention_options, check_attention_of, varlen_mask
+from shardproof.models.attention import sinks, varlen
+from shardproof.models.attention.masks import tell_masks_of_positions
+from shardproof.models.attention.varlen import attention_options, check_attention_of, varlen_mask
 
 SMALL: dict[str, Any] = {**TEXT, "max_position_embeddings": 64}
 SLIDING = {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shardproof.models.processors import load_processor
+from shardproof.models.loading.processors import load_processor
 from shardproof.models.tiny_media import image_processor
 
 # What transformers 5.23 makes of them with torchvision: patches in time, rows, columns.
@@ -74,7 +74,7 @@ def test_layouts_of_others_are_not_taken_for_those_that_are_known(name: str, typ
     """Their pictures are grids of patches, too: videos were laid out as Qwen2-VL's, ERNIE's without the times on their
     frames."""
     from shardproof.errors import ConfigError
-    from shardproof.models.videos import FrameVideos
+    from shardproof.models.media.videos import FrameVideos
 
     images = image_processor(f"{name}ImageProcessor", size={"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28})
     prepare = FrameVideos(images, {"video_processor_type": type_of_videos} if type_of_videos else {})

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from models.tiny_configs import TINY
-from shardproof.models.families import FAMILIES
+from shardproof.models.families.known import FAMILIES
 from shardproof.models.tiny import train_tokenizer
 from shardproof.models.tiny_media import image_processor, media_processor, media_tokenizer, save_random
 

@@ -52,7 +52,7 @@ if __name__ == "__main__":
     import shardproof.models.tiny
     import shardproof.train.answers.chat
     import shardproof.train.trainer  # noqa: F401
-    from shardproof.models.classes import import_class
+    from shardproof.models.loading.classes import import_class
 
     gc.freeze()  # or each command would go through all of this when a run is over
     for line in iter(sys.stdin.readline, "end\n"):

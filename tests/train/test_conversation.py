@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.cli.infer import _converse, asked
+from shardproof.cli.infer import _converse
+from shardproof.cli.infer_asked import asked
 from shardproof.cli.main import main
 from shardproof.errors import ConfigError
 from shardproof.train.answers.chat import Chat

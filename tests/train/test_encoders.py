@@ -9,7 +9,7 @@ import pytest
 from tests.train.conftest import WORDS
 
 from shardproof.errors import ConfigError
-from shardproof.models.classes import check_looks_back
+from shardproof.models.loading.classes import check_looks_back
 from shardproof.train.model.loading import causal_lm
 
 

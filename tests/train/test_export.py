@@ -202,7 +202,7 @@ def adapted(base: Path, folder: Path, *targets: str, **more: Any) -> Path:
     """Adapters with values of their own on the model in `base`; trained tokens are others, too."""
     from peft import LoraConfig, get_peft_model
 
-    from shardproof.models.classes import load_pretrained
+    from shardproof.models.loading.classes import load_pretrained
 
     torch.manual_seed(1)
     config = LoraConfig(r=2, target_modules=list(targets or ("q_proj", "v_proj")), init_lora_weights=False, **more)
@@ -234,7 +234,7 @@ def test_what_is_exported_is_the_same_model(tiny: Path, tiny_models, tmp_path: P
     """Tied weights are there once, experts one by one, and of an omni model the talker too; with adapters merged."""
     from safetensors.torch import load_file
 
-    from shardproof.models.classes import load_pretrained
+    from shardproof.models.loading.classes import load_pretrained
     from shardproof.train.export import export
     from shardproof.train.model.loading import load_processing
     from shardproof.train.options.config import SftConfig
@@ -285,7 +285,7 @@ def test_the_exported_processor_scales_pictures_down_as_the_run_did(
 
     from models.tiny_folders import build
     from shardproof.cli.export import run
-    from shardproof.models.processors import load_processor
+    from shardproof.models.loading.processors import load_processor
 
     build(kind, tmp_path / "run" / "model")
     (tmp_path / "run" / "config.yaml").write_text(f"max_pixels: {asked}\n")
@@ -303,7 +303,7 @@ def exported_beside(base: Path, run: Path, out: Path) -> tuple[Any, torch.Tensor
     """What is exported of adapters on `base`, its logits, and those of the model with adapters."""
     from peft import PeftModel
 
-    from shardproof.models.classes import load_pretrained
+    from shardproof.models.loading.classes import load_pretrained
     from shardproof.train.export import export
     from shardproof.train.model.loading import load_processing
     from shardproof.train.options.config import SftConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.models.families import FAMILIES, family_of
+from shardproof.models.families.known import FAMILIES, family_of
 
 OMNI = "qwen3_omni_moe"
 MEDIA = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_audio", "internvl", "llava", "gemma3", OMNI]

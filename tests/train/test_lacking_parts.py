@@ -14,7 +14,7 @@ import yaml
 
 from shardproof.checkpoint.manifest import Manifest
 from shardproof.errors import ConfigError
-from shardproof.models.processors import load_processor
+from shardproof.models.loading.processors import load_processor
 from shardproof.train.model.lacking import without_lacking
 from shardproof.train.model.loading import load_tokenizer
 from shardproof.train.options.config import SftConfig

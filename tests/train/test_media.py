@@ -194,8 +194,8 @@ def weights(folder: Path) -> dict:
 
 def changed(folder: Path, start: Path) -> set[str]:
     """The parts of the omni model in `folder` that differ from the one it began as."""
-    from shardproof.models.classes import load_pretrained
-    from shardproof.models.family import anatomy
+    from shardproof.models.families.anatomy import anatomy
+    from shardproof.models.loading.classes import load_pretrained
 
     before = dict(load_pretrained(str(start)).named_parameters())
     model = load_pretrained(str(folder))
@@ -256,7 +256,7 @@ def test_what_is_not_built_is_not_read(tiny_models, monkeypatch) -> None:
     import safetensors
     import transformers.modeling_utils as loader
 
-    from shardproof.models.classes import load_pretrained
+    from shardproof.models.loading.classes import load_pretrained
 
     asked: list[str] = []
 

@@ -129,8 +129,8 @@ def test_adapters_have_none(runs) -> None:
 @pytest.mark.parametrize("scores", [False, True])
 @pytest.mark.parametrize("kind", MTP)
 def test_a_model_that_writes_no_tokens_has_none(tmp_path, bases, kind: str, scores: bool) -> None:
-    from shardproof.models.classes import load_body
-    from shardproof.models.mtp import carry_mtp
+    from shardproof.models.loading.classes import load_body
+    from shardproof.models.loading.mtp import carry_mtp
     from shardproof.models.scorers import load_scorer
 
     model = (load_scorer if scores else load_body)(str(bases[kind]))
@@ -143,7 +143,7 @@ def saved_again(folder: str, target: Path) -> dict[str, torch.Tensor]:
     """What is in files of the model in a folder, or on the hub, that is loaded, saved and given its MTP layers."""
     from transformers import AutoModelForCausalLM
 
-    from shardproof.models.mtp import carry_mtp
+    from shardproof.models.loading.mtp import carry_mtp
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.save_pretrained(target)
@@ -177,7 +177,7 @@ def test_their_tables_of_tokens_grow_with_those_of_the_model(tmp_path, bases, ti
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 
-    from shardproof.models.mtp import carry_mtp
+    from shardproof.models.loading.mtp import carry_mtp
 
     folder = shutil.copytree(bases["counted"], tmp_path / "base")
     tensors = load_file(folder / "model.safetensors")
@@ -225,7 +225,7 @@ def test_they_are_found_in_the_cache_of_the_hub(tmp_path, bases, monkeypatch, ki
 def test_a_base_that_is_gone_has_none(tmp_path, bases) -> None:
     from transformers import AutoModelForCausalLM
 
-    from shardproof.models.mtp import carry_mtp
+    from shardproof.models.loading.mtp import carry_mtp
 
     shutil.copytree(bases["counted"], tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -239,7 +239,7 @@ def test_a_model_is_whole_where_there_is_no_room_for_them(tmp_path, bases, monke
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    from shardproof.models.mtp import carry_mtp
+    from shardproof.models.loading.mtp import carry_mtp
 
     model = AutoModelForCausalLM.from_pretrained(bases[kind])
     model.save_pretrained(tmp_path, max_shard_size="5GB" if kind == "counted" else "60KB")
@@ -264,7 +264,7 @@ def test_what_was_learnt_is_kept_where_there_is_no_room_for_them(tmp_path, bases
     from transformers import AutoModelForCausalLM
 
     from shardproof.errors import ConfigError
-    from shardproof.models import mtp
+    from shardproof.models.loading import mtp
     from shardproof.train import export
     from shardproof.train.folder import RunFolder
     from shardproof.train.options.config import SftConfig
@@ -307,7 +307,7 @@ def test_quantized_ones_are_left_out(tmp_path, bases) -> None:
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 
-    from shardproof.models.mtp import carry_mtp
+    from shardproof.models.loading.mtp import carry_mtp
 
     folder = tmp_path / "quantized"
     shutil.copytree(bases["counted"], folder)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardproof.models import weight_files
-from shardproof.models.weight_files import sample_of
+from shardproof.models.loading import weight_files
+from shardproof.models.loading.weight_files import sample_of
 from shardproof.train.folder import SAMPLE, other_weights
 
 TOLD = "are not those that the adapters of"

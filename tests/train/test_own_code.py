@@ -122,8 +122,8 @@ def test_it_is_asked(runs, files: Path) -> None:
 
     from shardproof.data.media.encode import MediaEncoder
     from shardproof.data.media.limits import Limits
-    from shardproof.models.classes import load_pretrained
-    from shardproof.models.processors import load_processor
+    from shardproof.models.loading.classes import load_pretrained
+    from shardproof.models.loading.processors import load_processor
 
     folder = str(runs["two"].folder / "model")
     model = load_pretrained(folder, trust_remote_code=True).eval()
@@ -165,7 +165,7 @@ def test_doctor_plans_its_longest_row_with_files(model: Path, files: Path, monke
     from shardproof.data.media.rows import encode_media_rows
     from shardproof.data.rows import read_rows
     from shardproof.doctor.planning.sample import heaviest
-    from shardproof.models.processors import load_processor
+    from shardproof.models.loading.processors import load_processor
 
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path))
     encoder = MediaEncoder(load_processor(str(model), trust_remote_code=True), Limits(root=files))
@@ -178,7 +178,7 @@ def test_doctor_plans_its_longest_row_with_files(model: Path, files: Path, monke
 
 def test_doctor_loads_it(model: Path, monkeypatch, tmp_path) -> None:
     """It asks what transformers says of the weights, which comes beside the model."""
-    from shardproof.models.classes import load_pretrained
+    from shardproof.models.loading.classes import load_pretrained
 
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path))
     found, info = load_pretrained(str(model), trust_remote_code=True, output_loading_info=True)

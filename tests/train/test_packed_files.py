@@ -17,7 +17,7 @@ from shardproof.data.forms.parts import Problem, has_files
 from shardproof.data.media.batches import MediaCollator
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
-from shardproof.models.families import family_of
+from shardproof.models.families.known import family_of
 from shardproof.train.losses.packed_files import PLACES
 from shardproof.train.losses.shortcuts import check_chunked_loss, check_packed_files, checks, chunked_loss
 from shardproof.train.model.loading import load_model, load_processing

@@ -13,8 +13,8 @@ import torch
 from shardproof.data.media.batches import MediaCollator
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
-from shardproof.models.families import family_of
-from shardproof.models.padding_free import PaddingFree, check_padding_free
+from shardproof.models.attention.padding_free import PaddingFree, check_padding_free
+from shardproof.models.families.known import family_of
 from shardproof.train.callbacks import Tries
 from shardproof.train.model.loading import load_model, load_processing
 from shardproof.train.options.config import SftConfig
@@ -104,8 +104,8 @@ def test_what_is_not_a_padded_batch_is_left_alone(tiny: Path) -> None:
 def test_the_scores_of_experts_are_those_of_rows() -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from shardproof.models.padding_free import make_padding_free
-    from shardproof.models.varlen import take_for_packed
+    from shardproof.models.attention.padding_free import make_padding_free
+    from shardproof.models.attention.varlen import take_for_packed
 
     torch.manual_seed(0)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": True}
@@ -121,7 +121,7 @@ def test_the_scores_of_experts_are_those_of_rows() -> None:
 
 
 def test_a_model_that_makes_something_else_of_it_is_refused(tiny: Path, monkeypatch) -> None:
-    from shardproof.models import padding_free
+    from shardproof.models.attention import padding_free
 
     _, model = loaded(tiny)
     check_padding_free(model.train(), WORDS)
@@ -175,7 +175,7 @@ def test_what_to_do_is_what_the_model_can() -> None:
         GptOssForCausalLM,
     )
 
-    from shardproof.models.padding_free import make_padding_free
+    from shardproof.models.attention.padding_free import make_padding_free
 
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
     with pytest.raises(ConfigError, match=r"no other in transformers: leave --padding-free out\."):

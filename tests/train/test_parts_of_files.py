@@ -11,8 +11,8 @@ import torch
 
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
-from shardproof.models.families import family_of
-from shardproof.models.laid_out import laid_out
+from shardproof.models.attention.laid_out import laid_out
+from shardproof.models.families.known import family_of
 from shardproof.train.model.loading import load_processing
 from shardproof.train.options.config import SftConfig
 from shardproof.train.sft import recipe as sft

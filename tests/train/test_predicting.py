@@ -12,7 +12,7 @@ from tests.train.test_families import MEDIA, ROWS
 
 from shardproof.data.encoding.asked import last_answer
 from shardproof.errors import ConfigError
-from shardproof.models.families import family_of
+from shardproof.models.families.known import family_of
 from shardproof.train.answers.metrics import accuracy, bleu, check_answering, chrf, exact_match, rouge_l
 from shardproof.train.options.config import SftConfig
 from shardproof.train.plugin_calls import own_answer_metric
@@ -243,7 +243,8 @@ def test_a_metric_of_ones_own_gives_a_number() -> None:
 
 
 def test_a_metric_that_is_not_there_is_told_before_a_model_is_loaded(tiny: Path, monkeypatch) -> None:
-    from shardproof.cli.infer import InferConfig, _talk
+    from shardproof.cli.infer import _talk
+    from shardproof.cli.infer_asked import InferConfig
 
     monkeypatch.setattr("shardproof.train.answers.chat.Chat", None)
     with pytest.raises(ConfigError, match="--answer-metrics exakt: there is no such answer metric"):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardproof.errors import ConfigError
-from shardproof.models.family import anatomy
+from shardproof.models.families.anatomy import anatomy
 from shardproof.train.adapters.adding import check_named_parts, with_adapters
 from shardproof.train.options.config import SftConfig
 from shardproof.train.options.rlhf_config import RlhfConfig
@@ -73,7 +73,7 @@ def test_all_linear_layers_are_all_of_them(kind: str) -> None:
 
 def test_those_of_one_part_leave_the_experts_of_others_alone(tiny_models) -> None:
     """Layers of a tower have the names that projections of experts have."""
-    from shardproof.models.classes import load_pretrained
+    from shardproof.models.loading.classes import load_pretrained
 
     model = load_pretrained(str(tiny_models("qwen3_omni_moe")))
     part_of, asked = anatomy(model).part_of, linear(model)
@@ -87,7 +87,7 @@ def test_those_of_one_part_leave_the_experts_of_others_alone(tiny_models) -> Non
 
 def test_names_and_expressions_reach_the_parts_that_are_trained(tiny_models) -> None:
     """Towers have layers of the same names as the language model, and so has a talker."""
-    from shardproof.models.classes import load_pretrained
+    from shardproof.models.loading.classes import load_pretrained
 
     def of(kind: str, **options: Any) -> tuple[set[str], set[str]]:
         model = load_pretrained(str(tiny_models(kind)))

@@ -92,7 +92,7 @@ def test_they_go_with_the_model(runs, name: str) -> None:
 
 
 def test_a_processor_is_saved_with_the_template_of_the_run(runs) -> None:
-    from shardproof.models.processors import load_processor
+    from shardproof.models.loading.processors import load_processor
 
     processor = load_processor(str(runs["media"].folder / "model"), False)
     assert processor.chat_template.endswith(THINKS)

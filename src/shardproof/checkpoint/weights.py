@@ -22,7 +22,7 @@ from shardproof.checkpoint.elsewhere import END, Post
 from shardproof.checkpoint.parts import CHUNK, Part, to_write
 from shardproof.checkpoint.saving import Channel
 from shardproof.errors import CheckpointError
-from shardproof.models.weight_files import INDEX
+from shardproof.models.loading.weight_files import INDEX
 
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _NAMES = {

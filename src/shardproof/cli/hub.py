@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from shardproof.cli.quiet import before_imports
 from shardproof.data.sources import hub, modelscope
 from shardproof.errors import ConfigError
-from shardproof.models.whole_files import ADAPTER, check_whole_files
+from shardproof.models.loading.whole_files import ADAPTER, check_whole_files
 from shardproof.train.model.loading import is_local, lacks_weights
 from shardproof.train.options.config import RunConfig
 

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import fields
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any
 
 from shardproof.cli import options
+from shardproof.cli.infer_asked import InferConfig, asked, files_of, question_of
 from shardproof.cli.precision import check_devices
 from shardproof.cli.processes.launch import launch, outer_world
 from shardproof.cli.quiet import after_imports, before_imports
@@ -22,90 +21,6 @@ from shardproof.errors import ConfigError, DataError
 
 STAGE = 3  # at which several processes hold the model
 PATIENCE = timedelta(days=7)  # for which ranks wait for the user to say something
-
-
-class InferConfig(BaseModel):
-    """The options of `shardproof infer`."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    prompt: str | None = Field(None, description="ask this once (default: a conversation)")
-    image: list[str] = Field([], description="pictures for the first question")
-    audio: list[str] = Field([], description="sounds for the first question")
-    video: list[str] = Field([], description="videos for the first question")
-    system: str | None = Field(None, description="system message (default: that of the run)")
-    chat_template: str | None = Field(
-        None, description="'chatml', a file with a Jinja template, or the template itself (default: the model's)"
-    )
-    template_variables: dict[str, str] = Field({}, description="variables of the chat template: enable_thinking=false")
-    plain: bool = Field(False, description="continue the prompt as it is, without a chat template")
-    dataset: list[str] = Field(
-        [], description="answer the rows of these datasets instead, and write the answers to a file"
-    )
-    columns: dict[str, str] = Field(
-        {}, description="fields that have other names in the files: query=question,response=answer"
-    )
-    row_format: str | None = Field(
-        None, description="a plugin's function that converts each row of the data into a known form"
-    )
-    bad_rows: Literal["stop", "skip"] = Field("stop", description="at a bad row, stop, or skip the row and list it")
-    result_path: str | None = Field(
-        None, description="JSON Lines file for the answers to --dataset (default: a new one in RUN_DIR/answers)"
-    )
-    answer_metrics: list[str] = Field(
-        [],
-        description="say what the answers are worth beside those of the rows: exact_match, accuracy (of the number at"
-        " the end), rouge_l, bleu, chrf, or a plugin's",
-    )
-    media_root: str | None = Field(
-        None, description="folder that the files of rows lie in (default: that of the dataset file)"
-    )
-    max_pixels: int | None = Field(
-        None, description="scale larger pictures and frames down to so many pixels (default: as in the run)", ge=1
-    )
-    max_seconds: float | None = Field(None, description="longest sound or video (default: as in the run, or 60)", gt=0)
-    max_frame_pixels: int | None = Field(
-        None, description="the same of videos' frames (default: as in the run, or --max-pixels)", ge=1
-    )
-    max_frames: int | None = Field(
-        None, description="frames that are taken of a video at most (default: as in the run, or 16)", ge=1
-    )
-    fps: float | None = Field(
-        None, description="frames per second that are taken of a video (default: as in the run, or --max-frames)", gt=0
-    )
-    batch_size: int = Field(1, description="rows that a process answers at once", ge=1)
-    max_new_tokens: int = Field(128, description="longest answer in tokens", ge=1)
-    temperature: float = Field(0.0, description="sampling temperature; 0 takes the likeliest token each time", ge=0)
-    top_p: float = Field(1.0, description="sample from the likeliest tokens that sum up to this", gt=0, le=1)
-    top_k: int | None = Field(
-        None,
-        description="sample from so many of the likeliest tokens; 0: from all (default: as the model's"
-        " generation_config says, or 50)",
-        ge=0,
-    )
-    repetition_penalty: float | None = Field(
-        None,
-        description="above 1: tokens that were read or written are less likely (default: as the model's"
-        " generation_config says, or 1)",
-        gt=0,
-        allow_inf_nan=False,
-    )
-    num_beams: int = Field(
-        1, description="follow so many answers at once, and give the likeliest; it is shown when it is written", ge=1
-    )
-    stop_words: list[str] = Field([], description="texts before which an answer ends")
-    seed: int | None = Field(None, description="seed of sampling (default: another one each time)", ge=0)
-    stream: bool = Field(True, description="show the answer while it is generated")
-    nproc: int = Field(1, description="processes to shard the model over", ge=1)
-    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
-    external_plugins: list[str] = Field(
-        [], description="Python files of your own that register the model, the row format or answer metrics"
-    )
-    model_type: str | None = Field(
-        None, description="load it as this model of a plugin (default: as in the run, or as its config says)"
-    )
-    verbose: bool = Field(False, description="show the messages of libraries, too")
-    debug: bool = Field(False, description="show tracebacks")
 
 
 def parser() -> options.Parser:
@@ -153,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
     if config.nproc > 1:
         check_devices(config.nproc)
         import shardproof.integrations.transformers  # noqa: F401  (once, before ranks are forked)
-        from shardproof.models.classes import import_class
+        from shardproof.models.loading.classes import import_class
 
         import_class(str(folder))
         return launch(_rank, (folder, config, system), config.nproc, config.debug)
@@ -281,26 +196,6 @@ def _check_drawn(config: InferConfig) -> None:
             )
 
 
-def files_of(config: InferConfig) -> dict[str, list[str]]:
-    """The files of the first question, by kind."""
-    named = {"image": config.image, "audio": config.audio, "video": config.video}
-    return {
-        kind: [file if file.startswith("data:") else str(Path(file).expanduser().absolute()) for file in paths]
-        for kind, paths in named.items()
-        if paths
-    }
-
-
-def question_of(text: str, files: dict[str, list[str]]) -> dict[str, Any]:
-    """A turn, with files where `<image>` and the like stand in the text, or in front of it."""
-    from shardproof.data.forms.parts import Problem, with_files
-
-    try:
-        return with_files(files, [{"role": "user", "content": text}])[0]
-    except Problem as problem:
-        raise ConfigError(f"{problem}. Name as many files as there are places, or no places.") from None
-
-
 def _converse(
     chat: Any, history: list[dict[str, Any]], sampling: Any, stream: bool, files: dict[str, list[str]]
 ) -> int:
@@ -329,25 +224,6 @@ def _converse(
                 raise
             if chat.first:
                 print(f"error: {error}", file=sys.stderr, flush=True)
-
-
-def asked() -> str:
-    """What the user says; nothing at the end of the input. On a terminal, who says what is no text is asked again.
-
-    Raises:
-        ConfigError: it is no text, and comes from a file or a program.
-    """
-    while True:
-        try:
-            return options.whole_text("The line", input("you> ").strip())
-        except EOFError:
-            print()
-            return ""
-        except (UnicodeDecodeError, ConfigError) as error:
-            why = ConfigError(f"The line is no text in UTF-8: {error}.") if isinstance(error, ValueError) else error
-            if not sys.stdin.isatty():
-                raise why from None
-            print(f"error: {why}", file=sys.stderr, flush=True)
 
 
 def _answer(chat: Any, messages: list[dict[str, Any]], sampling: Any, stream: bool) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.cli import options
-from shardproof.cli.infer import InferConfig, asked, files_of, question_of
+from shardproof.cli.infer_asked import InferConfig, asked, files_of, question_of
 from shardproof.cli.infer_rows import follow
 from shardproof.data.forms.parts import KINDS
 from shardproof.errors import ConfigError

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardproof.cli.infer import InferConfig
+    from shardproof.cli.infer_asked import InferConfig
 
 
 def answer(

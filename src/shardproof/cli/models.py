@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from shardproof.cli.options import Parser, parse
 from shardproof.errors import ConfigError
-from shardproof.models.families import FAMILIES
-from shardproof.models.family import Family
+from shardproof.models.families.family import Family
+from shardproof.models.families.known import FAMILIES
 
 DESCRIPTION = """List the model families that have a record, or show the record of one (by name or model_type).
 Any other model of transformers works too: its class is that of the Auto classes, its parts are found by their names."""

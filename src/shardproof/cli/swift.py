@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from shardproof.cli import export, infer, options
+from shardproof.cli import export, infer, infer_asked, options
 from shardproof.cli.deepspeed_file import same
 from shardproof.cli.from_swift import shell
 from shardproof.cli.from_swift.defaults import DEFAULTS, INSTEAD_OF, OF_RLHF
@@ -42,7 +42,7 @@ _LORA_ONLY = ("lora_rank", "lora_dropout")
 _WHOLE_BATCH = 16
 # Commands about a finished model: their options, and the table of these.
 FINISHED: dict[str, tuple[type[BaseModel], Callable[[], options.Parser]]] = {
-    "infer": (infer.InferConfig, infer.parser),
+    "infer": (infer_asked.InferConfig, infer.parser),
     "export": (export.ExportConfig, export.parser),
 }
 # What changes no number, and does not go together with rows that are cut over processes.

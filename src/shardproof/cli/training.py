@@ -311,7 +311,7 @@ def _say_plan(config: RunConfig, batch: Batch, rows: Any, val_rows: Any) -> None
 
 
 def _say_prepared(prepared: Prepared) -> None:
-    from shardproof.models.packed import unpacked_from
+    from shardproof.models.loading.packed import unpacked_from
     from shardproof.report.terminal import table
     from shardproof.train.settings import learns_nothing
 

@@ -1,4 +1,4 @@
-"""A stream of several datasets, in which each has a share of the rows.
+"""Streams of datasets, one after the other, or with a share of the rows for each.
 
 [Note: draws]
 Which dataset the next row is of is drawn block by block, from the seed, the pass and the number of the block. So every
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardproof.data.forms.formats import SUPERVISED, Form
-from shardproof.data.rows import BadRow, Row
+from shardproof.data.rows import BadRow, BadRows, Row
 from shardproof.data.sources.mixture import Mixture
 from shardproof.data.stream import DEFAULT_SIZE, Place, Read, RowStream
+from shardproof.errors import DataError
 
 
 class _Told(NamedTuple):
@@ -88,3 +90,34 @@ class MixedStream(RowStream):
             self._readings[number] = reading, iter(reading)
         found: tuple[int, Any] | None = next(self._readings[number][1], None)
         return found
+
+
+def read_stream(
+    names: Sequence[str | Path],
+    *,
+    size: int = DEFAULT_SIZE,
+    bad_rows: BadRows = "stop",
+    seed: int = 0,
+    columns: Mapping[str, str] | None = None,
+    form: Form = SUPERVISED,
+    mixture: Mixture | None = None,
+) -> RowStream:
+    """Rows that are read in blocks of `size`. The first block of each file is looked at.
+
+    Args:
+        names, bad_rows, columns, form: as for `read_rows`; `NAME#1000` are the first 1000 rows, of each pass.
+        seed: by which a mixture is drawn.
+        mixture: the share of the rows that each source has; without it one comes after the other.
+
+    Raises:
+        DataError: a file is missing or cannot be streamed, or its first rows are bad.
+    """
+    if not names:
+        raise DataError("No dataset was named. Name a file, or 'stdlib' for the embedded rows.")
+    given = [str(name) for name in names]
+    if mixture is None:
+        stream = RowStream(given, size, columns, form)
+    else:
+        stream = MixedStream(given, mixture, seed, size, columns, form)
+    stream.look(bad_rows)
+    return stream

@@ -29,7 +29,7 @@ from shardproof.data.media.encode import MediaEncoder
 from shardproof.data.media.reading import state_of
 from shardproof.data.rows import Row
 from shardproof.errors import ConfigError
-from shardproof.models.processors import write_processing
+from shardproof.models.loading.processors import write_processing
 
 log = logging.getLogger("shardproof")
 

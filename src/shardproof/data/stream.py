@@ -16,7 +16,6 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardproof.data.encoding.columns import Columns
@@ -26,7 +25,6 @@ from shardproof.data.forms.formats import SUPERVISED, Form, Problem
 from shardproof.data.forms.halves import refuse_halves
 from shardproof.data.forms.parts import text_of
 from shardproof.data.rows import BadRow, BadRows, Row, describe_bad, parse_spec
-from shardproof.data.sources.mixture import Mixture
 from shardproof.data.sources.readings import open_stream
 from shardproof.data.sources.records import BadRecord
 from shardproof.errors import DataError
@@ -174,39 +172,6 @@ class RowStream:
             rows, _, place = self.read(place)
             left -= len(rows)
             yield from (text for row in rows for turn in row.messages if (text := text_of(turn["content"])))
-
-
-def read_stream(
-    names: Sequence[str | Path],
-    *,
-    size: int = DEFAULT_SIZE,
-    bad_rows: BadRows = "stop",
-    seed: int = 0,
-    columns: Mapping[str, str] | None = None,
-    form: Form = SUPERVISED,
-    mixture: Mixture | None = None,
-) -> RowStream:
-    """Rows that are read in blocks of `size`. The first block of each file is looked at.
-
-    Args:
-        names, bad_rows, columns, form: as for `read_rows`; `NAME#1000` are the first 1000 rows, of each pass.
-        seed: by which a mixture is drawn.
-        mixture: the share of the rows that each source has; without it one comes after the other.
-
-    Raises:
-        DataError: a file is missing or cannot be streamed, or its first rows are bad.
-    """
-    if not names:
-        raise DataError("No dataset was named. Name a file, or 'stdlib' for the embedded rows.")
-    from shardproof.data.mixed_stream import MixedStream
-
-    given = [str(name) for name in names]
-    if mixture is None:
-        stream = RowStream(given, size, columns, form)
-    else:
-        stream = MixedStream(given, mixture, seed, size, columns, form)
-    stream.look(bad_rows)
-    return stream
 
 
 class Position(NamedTuple):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof.doctor.checks.check import Check
 from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError, DataError
-from shardproof.models.family import CAUSAL
+from shardproof.models.families.family import CAUSAL
 from shardproof.models.scorers import SCORER
 from shardproof.train.embedding.recipe import ADAPTED, BODY
 from shardproof.train.options.rlhf_config import REWARDED

@@ -19,7 +19,8 @@ from shardproof.doctor.checks.check import Check, some
 from shardproof.doctor.checks.machine import installed
 from shardproof.doctor.checks.rlhf_checks import rewards
 from shardproof.doctor.observe import observe
-from shardproof.models.family import FED_BY, MEDIA, anatomy, guessed_part
+from shardproof.models.families.anatomy import anatomy, guessed_part
+from shardproof.models.families.family import FED_BY, MEDIA
 from shardproof.train.options.rlhf_config import draws_answers
 from shardproof.train.run import Prepared
 from shardproof.zero.device import default_device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardproof.models.family import divides_its_loss
+from shardproof.models.forward import divides_its_loss
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base

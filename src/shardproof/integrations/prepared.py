@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardproof
 from shardproof.errors import ConfigError
 from shardproof.integrations.pretrained import lend_readers
-from shardproof.models.family import anatomy
+from shardproof.models.families.anatomy import anatomy
 from shardproof.zero.build import READER
 from shardproof.zero.device import may_take_long
 

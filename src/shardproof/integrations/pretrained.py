@@ -26,8 +26,8 @@ from shardproof.errors import ConfigError
 from shardproof.integrations.adapter_init import Less
 from shardproof.integrations.initial import initialise
 from shardproof.integrations.readers import CODES, UNPACKS, Converted, Sources, Stacked, Stored, by_expert, stored
-from shardproof.models.classes import with_values
-from shardproof.models.packed import unread as unread_scales
+from shardproof.models.loading.classes import with_values
+from shardproof.models.loading.packed import unread as unread_scales
 from shardproof.zero.api import shard
 from shardproof.zero.build import READER
 

@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from shardproof.models.classes import check_one_backbone, check_speaks, class_of, load_pretrained, with_values
-from shardproof.models.processors import processor_class
+from shardproof.models.loading.classes import check_one_backbone, check_speaks, class_of, load_pretrained, with_values
+from shardproof.models.loading.processors import processor_class
 
 HEADED = "ForSequenceClassification"  # how the names of such classes end
 HEADS = ("score.", "classifier.", "classification_head.")  # how transformers names the head

@@ -216,8 +216,8 @@ def media_processor(
     import transformers
     from transformers.utils import is_torchvision_available
 
-    from shardproof.models.processors import prepared, with_our_videos
-    from shardproof.models.videos import FrameVideos
+    from shardproof.models.loading.processors import prepared, with_our_videos
+    from shardproof.models.media.videos import FrameVideos
 
     cls = getattr(transformers, name)
     parts = {"tokenizer": tokenizer, **more}

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from shardproof.models.padding_free import check_padding_free
+from shardproof.models.attention.padding_free import check_padding_free
 from shardproof.plugins import load
 from shardproof.train.collecting import LeavesOutWhatStays
 from shardproof.train.model.few import few_tokens

@@ -18,10 +18,10 @@ from pydantic import ValidationError
 from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.errors import ConfigError
 from shardproof.integrations.saved import readable_as_the_rest
-from shardproof.models.classes import load_body, save_extra_files
-from shardproof.models.family import without_adapters
-from shardproof.models.mtp import carry_mtp
-from shardproof.models.processors import scaling_down, write_processing
+from shardproof.models.forward import without_adapters
+from shardproof.models.loading.classes import load_body, save_extra_files
+from shardproof.models.loading.mtp import carry_mtp
+from shardproof.models.loading.processors import scaling_down, write_processing
 from shardproof.models.scorers import SCORER
 from shardproof.plugins import Plugins
 from shardproof.train.adapters.adding import with_adapters

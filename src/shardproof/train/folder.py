@@ -15,8 +15,8 @@ from shardproof.checkpoint.folder import UNFINISHED as ASIDE
 from shardproof.checkpoint.folder import Lock, complete
 from shardproof.data.encoding.template import BUILT_IN, is_template
 from shardproof.errors import CheckpointError, ConfigError
-from shardproof.models.weight_files import sample_of
-from shardproof.models.whole_files import ADAPTER as ADAPTER
+from shardproof.models.loading.weight_files import sample_of
+from shardproof.models.loading.whole_files import ADAPTER as ADAPTER
 from shardproof.train.log_file import LogFile
 from shardproof.train.options.config import RunConfig
 from shardproof.train.resume import AUTO, in_own_folder, passed_over

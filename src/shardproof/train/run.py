@@ -29,9 +29,9 @@ from shardproof.data.rows import check_columns
 from shardproof.data.sources.mixture import Mixture
 from shardproof.errors import CheckpointError, ConfigError, DataError
 from shardproof.interrupts import raise_again
-from shardproof.models.classes import check_looks_back
-from shardproof.models.family import CAUSAL
-from shardproof.models.packed import check_can_unpack
+from shardproof.models.families.family import CAUSAL
+from shardproof.models.loading.classes import check_looks_back
+from shardproof.models.loading.packed import check_can_unpack
 from shardproof.plugins import check_files, check_names, load
 from shardproof.train.adapters.adding import check_named_parts
 from shardproof.train.adapters.beginning import begin_adapters, check_beginning, check_begun

@@ -25,8 +25,8 @@ def save_model(trainer: Any, config: RunConfig, processing: Any, folder: RunFold
     from safetensors import SafetensorError  # how PEFT's files fail
 
     from shardproof.integrations.saved import adapters_of, readable_as_the_rest
-    from shardproof.models.mtp import carry_mtp
-    from shardproof.models.processors import write_processing
+    from shardproof.models.loading.mtp import carry_mtp
+    from shardproof.models.loading.processors import write_processing
 
     try:
         trainer.save_model(str(folder.unfinished))

@@ -19,9 +19,10 @@ from shardproof.integrations.saved import adapters_of, saved_names
 from shardproof.integrations.transformers import ShardedTrainerMixin
 from shardproof.integrations.weights import dtype_of_masters, note_dtype
 from shardproof.interrupts import left_to_rank
-from shardproof.models.classes import save_extra_files
-from shardproof.models.family import anatomy, divides_its_loss, makes_its_mean
-from shardproof.models.processors import write_processing
+from shardproof.models.families.anatomy import anatomy
+from shardproof.models.forward import divides_its_loss, makes_its_mean
+from shardproof.models.loading.classes import save_extra_files
+from shardproof.models.loading.processors import write_processing
 from shardproof.train.losses.by_file import by_file, in_chunks, of_each
 from shardproof.train.losses.shortcuts import checks, chunked_loss
 from shardproof.train.losses.tokens import dft_loss, refuse_parts, smoothed_loss, token_mean, weighed

@@ -60,7 +60,7 @@ def series_without_room(prepared: list[Any]) -> list[Series]:
 
 def batches_without_padding(prepared: list[Any]) -> int:
     """Train on this rank; how many batches a decoder was given end to end, beside the one on which it was tried."""
-    from shardproof.models.padding_free import PaddingFree
+    from shardproof.models.attention.padding_free import PaddingFree
 
     seen, found = [], PaddingFree._found
 

@@ -105,7 +105,7 @@ def taught(kind: str, pupil: Path) -> list[str]:
         return []
     teacher = pupil.with_name(f"{pupil.name}-teacher")
     if not teacher.exists():
-        from shardproof.models.classes import load_pretrained
+        from shardproof.models.loading.classes import load_pretrained
 
         model = load_pretrained(str(shutil.copytree(pupil, teacher)))
         for parameter in model.parameters():
@@ -207,8 +207,8 @@ def test_losses_of_pairs_are_those_of_the_papers(
     import torch
     from torch.nn.functional import logsigmoid
 
-    from shardproof.models.classes import load_pretrained
-    from shardproof.models.processors import load_processor
+    from shardproof.models.loading.classes import load_pretrained
+    from shardproof.models.loading.processors import load_processor
 
     model, processor = load_pretrained(str(seeing)).eval(), load_processor(str(seeing))
     answers = ("two", "no idea")
@@ -247,7 +247,7 @@ def rewards_of(judge: Path, pictured: Path, answers: list[str]) -> list[float]:
     import torch
     from PIL import Image
 
-    from shardproof.models.processors import load_processor
+    from shardproof.models.loading.processors import load_processor
     from shardproof.models.scorers import load_scorer
 
     model, processor = load_scorer(str(judge)).eval(), load_processor(str(judge))
@@ -474,7 +474,7 @@ def test_a_batch_of_what_the_processor_takes_row_by_row_only(tmp_path: Path, tin
 def test_no_answer_holds_what_stands_for_files_or_begins_them(tiny_models: Any, name: str, marks: set[str]) -> None:
     from transformers import AutoConfig
 
-    from shardproof.models.processors import load_processor
+    from shardproof.models.loading.processors import load_processor
     from shardproof.train.rlhf.pictures import marks_of
 
     processing, config = load_processor(tiny_models(name)), AutoConfig.from_pretrained(tiny_models(name))
@@ -487,7 +487,7 @@ def test_no_answer_holds_what_stands_for_files_or_begins_them(tiny_models: Any, 
 def test_states_before_the_head_are_those_of_its_logits(tiny_models: Any, name: str) -> None:
     import torch
 
-    from shardproof.models.classes import load_pretrained
+    from shardproof.models.loading.classes import load_pretrained
 
     model = load_pretrained(str(tiny_models(name))).eval()
     ids = torch.arange(4, 20)[None]
@@ -633,7 +633,7 @@ def test_a_teacher_that_reads_files_otherwise_is_told_before(
 
 
 def test_a_model_whose_towers_are_apart_is_told_before_it_trains(tiny_models: Any, seeing: Path) -> None:
-    from shardproof.models.classes import check_one_backbone, load_pretrained
+    from shardproof.models.loading.classes import check_one_backbone, load_pretrained
 
     for name in ("qwen2_5_vl", "minicpmv4_6", "qwen2_5_omni", "qwen2_audio"):
         check_one_backbone(load_pretrained(str(tiny_models(name))), "TRL")

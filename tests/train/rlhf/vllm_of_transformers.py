@@ -25,7 +25,7 @@ class LLM:
     made: ClassVar[list[LLM]] = []
 
     def __init__(self, model: str, max_model_len: int, enable_sleep_mode: bool, **more: Any) -> None:
-        from shardproof.models.classes import load_pretrained
+        from shardproof.models.loading.classes import load_pretrained
 
         self.net: Any = load_pretrained(model).eval().requires_grad_(False)
         self.pictures: list[int] = []  # that came with each prompt; what is drawn is blind to them

@@ -30,7 +30,7 @@ from shardproof.data.media.limits import Limits
 from shardproof.data.media.reading import Frames, files_of
 from shardproof.data.rows import BadRows, Row
 from shardproof.errors import ConfigError, DataError
-from shardproof.models.processors import writes_more
+from shardproof.models.loading.processors import writes_more
 
 # What processors call the files of each kind.
 _NAMES = {"image": "images", "audio": "audio", "video": "videos"}

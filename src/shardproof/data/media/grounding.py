@@ -12,7 +12,7 @@ from typing import Any
 from shardproof.data.forms.objects import OBJECTS, PLACE, PLACED, Box
 from shardproof.data.forms.parts import Problem, refusal, with_texts
 from shardproof.data.media.reading import full_size
-from shardproof.models.families import FAMILIES, grounding_of
+from shardproof.models.families.known import FAMILIES, grounding_of
 
 EDGE = 1  # pixels by which a box reaches out of its picture: those of COCO do so by fractions of one
 

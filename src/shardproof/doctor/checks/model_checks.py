@@ -86,7 +86,7 @@ def trained(model: nn.Module, config: RunConfig, writes: bool = True) -> list[Ch
     if not mine:
         return [Check(AREA, "trained", "fail", seen, "Nothing is trained.", "--tuner, --freeze, --train-parts")]
     if config.tuner == "full":
-        from shardproof.models.family import anatomy
+        from shardproof.models.families.anatomy import anatomy
         from shardproof.train.model.parts import named, of_head_alone, parts_trained
 
         found = anatomy(model)

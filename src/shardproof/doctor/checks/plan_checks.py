@@ -15,7 +15,7 @@ from shardproof.doctor.checks.check import Check
 from shardproof.doctor.config import DoctorConfig, PlanConfig, RlhfDoctorConfig
 from shardproof.doctor.planning.subject import ROWS_ARE_TEXT
 from shardproof.errors import ConfigError
-from shardproof.models.family import CAUSAL
+from shardproof.models.families.family import CAUSAL
 from shardproof.models.scorers import SCORER
 from shardproof.train.options.rlhf_config import PAIRED, REFERRED, REWARDED
 from shardproof.train.run import recipe_of

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardproof.models.family import anatomy
+from shardproof.models.families.anatomy import anatomy
 from shardproof.zero.build import find_units
 
 DEPTHS = (5, 6)  # blocks of the two runs

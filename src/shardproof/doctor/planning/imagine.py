@@ -45,7 +45,9 @@ from shardproof.doctor.planning.stand_ins import (
 )
 from shardproof.doctor.planning.values import Values
 from shardproof.errors import ConfigError, ShardproofError
-from shardproof.models.family import UNUSED, anatomy, makes_its_mean, without_adapters
+from shardproof.models.families.anatomy import anatomy
+from shardproof.models.families.family import UNUSED
+from shardproof.models.forward import makes_its_mean, without_adapters
 from shardproof.parallel.sequence import SequenceParallel
 from shardproof.train.losses.shortcuts import chunked_loss
 from shardproof.train.losses.tokens import token_mean

@@ -12,7 +12,7 @@ from shardproof.doctor.planning.imagine import Rank
 from shardproof.doctor.planning.profiles import line
 from shardproof.doctor.planning.stand_ins import autocast_off_on_meta, fake_group
 from shardproof.doctor.planning.subject import as_held, meta_model
-from shardproof.models.family import CAUSAL
+from shardproof.models.families.family import CAUSAL
 from shardproof.models.scorers import SCORER, VALUER
 from shardproof.train.options.rlhf_config import REFERRED
 

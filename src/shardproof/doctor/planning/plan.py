@@ -11,7 +11,7 @@ from shardproof.doctor.config import PlanConfig
 from shardproof.doctor.planning.checkpointing import Checkpointing, period_of
 from shardproof.doctor.planning.nodes import groups_of, sent
 from shardproof.errors import ConfigError
-from shardproof.models.family import CAUSAL
+from shardproof.models.families.family import CAUSAL
 from shardproof.models.scorers import SCORER
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from shardproof.doctor.planning.known_results import KnownResults
 from shardproof.doctor.planning.ledger import ACTIVATIONS, HELD, HOME
 from shardproof.doctor.planning.stand_ins import autocast_off_on_meta, fake_group
 from shardproof.errors import ConfigError, ShardproofError
-from shardproof.models.family import without_adapters
+from shardproof.models.forward import without_adapters
 from shardproof.train.model.loading import first_line
 
 if TYPE_CHECKING:

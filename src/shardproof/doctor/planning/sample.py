@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof.data.forms.parts import Problem, has_files
 from shardproof.data.media.batches import together
 from shardproof.errors import ConfigError
-from shardproof.models.family import FED_BY
+from shardproof.models.families.family import FED_BY
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardproof.doctor.planning.ledger import HELD, HOME, Ledger
 from shardproof.errors import ConfigError
-from shardproof.models.family import without_adapters
+from shardproof.models.forward import without_adapters
 from shardproof.train.model.activations import HeldByHost
 from shardproof.train.options.config import ADAFACTOR, EIGHT_BITS, MUON
 from shardproof.zero import home

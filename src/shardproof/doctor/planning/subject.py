@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.doctor.planning.checkpointing import Checkpointing, checkpointing_of
 from shardproof.errors import ConfigError
-from shardproof.models.family import CAUSAL, anatomy, without_adapters
+from shardproof.models.families.anatomy import anatomy
+from shardproof.models.families.family import CAUSAL
+from shardproof.models.forward import without_adapters
 from shardproof.models.scorers import SCORER, VALUER
 from shardproof.plugins import check_files
 from shardproof.train.checks.contradictions import check_bits, check_together
@@ -47,7 +49,7 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
 
     from shardproof.doctor.planning.stand_ins import Unfilled
     from shardproof.integrations.four_bits import packed_kind
-    from shardproof.models.varlen import unknown_attention
+    from shardproof.models.attention.varlen import unknown_attention
     from shardproof.train.adapters.adding import with_adapters
     from shardproof.train.model.attention import choose_attention
     from shardproof.train.model.loading import first_line, loaded_in
@@ -87,7 +89,7 @@ def check_of_transformers(source: str, config: PlanConfig) -> None:
     """Raise ConfigError for a model of a plugin's, whose class may do anything where it is made."""
     from transformers import CONFIG_MAPPING
 
-    from shardproof.models.processors import said_by
+    from shardproof.models.loading.processors import said_by
     from shardproof.plugins import load
     from shardproof.train.model.loading import registered_model
 
@@ -109,8 +111,8 @@ def check_trained(source: str, config: PlanConfig) -> None:
     from shardproof.data.media.encode import MediaEncoder
     from shardproof.data.media.limits import Limits
     from shardproof.data.rows import Row
-    from shardproof.models.classes import check_timm, check_writes_on
-    from shardproof.models.processors import processor_if_there
+    from shardproof.models.loading.classes import check_timm, check_writes_on
+    from shardproof.models.loading.processors import processor_if_there
     from shardproof.train.model.loading import TINY
 
     if source == TINY:
@@ -142,7 +144,7 @@ def source_of(config: PlanConfig) -> str:
     Raises:
         ConfigError: there is nothing of that name, or nothing that can be read.
     """
-    from shardproof.models.classes import check_own_code
+    from shardproof.models.loading.classes import check_own_code
     from shardproof.train.model.loading import TINY, check_model_source, of_a_run
 
     if config.model == TINY:
@@ -173,11 +175,11 @@ def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
     """By `load_pretrained`, which knows the classes of families, with a config in place of weights."""
     import transformers
 
-    from shardproof.models.classes import load_body, load_pretrained
-    from shardproof.models.processors import processor_class
+    from shardproof.models.attention.varlen import attention_options
+    from shardproof.models.loading.classes import load_body, load_pretrained
+    from shardproof.models.loading.processors import processor_class
     from shardproof.models.scorers import load_scorer
     from shardproof.models.tiny import tiny_config
-    from shardproof.models.varlen import attention_options
     from shardproof.train.embedding.recipe import BODY
     from shardproof.train.model.loading import TINY
 
@@ -275,8 +277,8 @@ def kinds_of(model: Any, config: PlanConfig) -> list[Checkpointing]:
 def notes_on(model: Any, config: PlanConfig, sample: Sample | None = None) -> list[str]:
     """What the numbers take for granted of this model, and of rows like `sample`."""
     from shardproof.integrations.four_bits import packed_kind
-    from shardproof.models.classes import sees_ahead
-    from shardproof.models.varlen import knows_ours
+    from shardproof.models.attention.varlen import knows_ours
+    from shardproof.models.loading.classes import sees_ahead
 
     inner = without_adapters(model)
     found, text = [], inner.config.get_text_config()

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from shardproof.errors import ConfigError, did_you_mean
-from shardproof.models.family import CAUSAL, anatomy
+from shardproof.models.families.anatomy import anatomy
+from shardproof.models.families.family import CAUSAL
 from shardproof.plugins import load
 from shardproof.train.adapters.beginning import check_layers_begin, in_words_of_peft
 from shardproof.train.adapters.begun import with_trained_adapters

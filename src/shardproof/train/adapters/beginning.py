@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.errors import CheckpointError, ConfigError
-from shardproof.models.whole_files import check_whole_files
+from shardproof.models.loading.whole_files import check_whole_files
 from shardproof.train.adapters.targets import Places, layers_of
 from shardproof.train.folder import ADAPTER, BEGUN, CONFIG
 from shardproof.train.options.config import RunConfig

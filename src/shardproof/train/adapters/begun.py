@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from shardproof.checkpoint.manifest import MANIFEST, Manifest
 from shardproof.errors import ConfigError, exported
-from shardproof.models.family import anatomy
-from shardproof.models.weight_files import weight_map
-from shardproof.models.whole_files import OF_ADAPTERS, check_whole_files
+from shardproof.models.families.anatomy import anatomy
+from shardproof.models.loading.weight_files import weight_map
+from shardproof.models.loading.whole_files import OF_ADAPTERS, check_whole_files
 from shardproof.train.adapters.targets import ALL
 from shardproof.train.folder import ADAPTER, MODEL, base_of, other_weights
 from shardproof.train.model.changes import CHANGES, changed_by, read_whole

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardproof.errors import ConfigError, did_you_mean
-from shardproof.models.family import anatomy
+from shardproof.models.families.anatomy import anatomy
 from shardproof.models.scorers import HEADS
 from shardproof.train.model.loading import first_line
 from shardproof.train.options.config import RunConfig

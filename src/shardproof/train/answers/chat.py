@@ -18,7 +18,7 @@ from shardproof.data.forms.objects import PLACED
 from shardproof.data.forms.parts import Problem, parts_of
 from shardproof.data.rows import Row
 from shardproof.errors import ConfigError, DataError
-from shardproof.models.families import family_of
+from shardproof.models.families.known import family_of
 from shardproof.plugins import Plugins
 from shardproof.train.answers.loaded import Loaded
 from shardproof.train.answers.sampling import Sampling

@@ -11,9 +11,9 @@ from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.data.forms.parts import Problem
 from shardproof.errors import ConfigError, exported
 from shardproof.integrations.four_bits import adopt
-from shardproof.models.classes import with_values
-from shardproof.models.family import without_adapters
-from shardproof.models.whole_files import check_whole_files
+from shardproof.models.forward import without_adapters
+from shardproof.models.loading.classes import with_values
+from shardproof.models.loading.whole_files import check_whole_files
 from shardproof.plugins import Plugins
 from shardproof.train.adapters.begun import BY_CHANCE, CHANGING, not_of_base, read_what_is_replaced
 from shardproof.train.folder import ADAPTER, CONFIG, MODEL, base_of, recorded_in, tell_other_weights

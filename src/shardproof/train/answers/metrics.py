@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardproof.errors import ConfigError
-from shardproof.models.family import TALKER
+from shardproof.models.families.family import TALKER
 from shardproof.plugins import Plugins
 from shardproof.train.answers.numbers import number_of
 from shardproof.train.options.config import SftConfig

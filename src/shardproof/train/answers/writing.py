@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.data.encoding.template import stops
 from shardproof.errors import ConfigError
-from shardproof.models.family import without_adapters
+from shardproof.models.forward import without_adapters
 from shardproof.train.model.loading import first_line
 from shardproof.train.model.positions import learnt_positions, rotary_positions
 

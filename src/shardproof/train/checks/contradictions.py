@@ -10,7 +10,8 @@ from pathlib import Path
 
 from shardproof.data.forms.formats import FIELDS
 from shardproof.errors import ConfigError, did_you_mean
-from shardproof.models.family import TALKER, check_part_names
+from shardproof.models.families.anatomy import check_part_names
+from shardproof.models.families.family import TALKER
 from shardproof.plugins import KINDS
 from shardproof.train.model.changes import check_rope, tokens_of
 from shardproof.train.options.config import EIGHT_BITS, MUON, SELECTIVE, RunConfig

@@ -13,7 +13,7 @@ from shardproof.data.forms.matches import LABEL, NEGATIVE, POSITIVE, Matches
 from shardproof.data.media.embed import MediaMatchEncoder
 from shardproof.data.rows import BadRow, BadRows, Row, read_rows
 from shardproof.errors import ConfigError
-from shardproof.models.classes import load_body
+from shardproof.models.loading.classes import load_body
 from shardproof.train.answers.loaded import Loaded, with_files
 from shardproof.train.answers.rows import write_lines
 from shardproof.train.embedding.pooling import Embedding, pooled

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from shardproof.data.forms.parts import KINDS
 from shardproof.errors import ConfigError
-from shardproof.models.processors import said_by
+from shardproof.models.loading.processors import said_by
 from shardproof.models.scorers import last_places
 from shardproof.train.model.loading import TINY
 

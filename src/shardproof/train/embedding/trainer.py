@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
-from shardproof.models.family import without_adapters
+from shardproof.models.forward import without_adapters
 from shardproof.train.embedding import similarity
 from shardproof.train.embedding.pooling import Embedding, pooled
 from shardproof.train.embedding.similarity import Embedded

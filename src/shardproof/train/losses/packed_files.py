@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardproof.data.encoding.encode import IGNORE
-from shardproof.models.laid_out import in_space, laid_out, put_in_places
+from shardproof.models.attention.laid_out import in_space, laid_out, put_in_places
 
 PLACES = ("packed_places", "packed_positions")
 
@@ -32,7 +32,7 @@ def packed(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
     def enter(module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
         return laid_out(args, given, rows, places, positions, axes)
 
-    # Before all others: what tells layers of documents (models/recurrent.py) looks at packed rows.
+    # Before all others: what tells layers of documents (models/attention/recurrent.py) looks at packed rows.
     handle = model.get_decoder().register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
     try:
         yield

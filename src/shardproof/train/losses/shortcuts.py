@@ -17,8 +17,8 @@ from torch import nn
 
 from shardproof.data.encoding.pack import wants_flat
 from shardproof.errors import ConfigError
-from shardproof.models.family import tried, without_adapters
-from shardproof.models.laid_out import put_in_places
+from shardproof.models.attention.laid_out import put_in_places
+from shardproof.models.forward import tried, without_adapters
 from shardproof.train.losses.chunked import chunked_cross_entropy
 from shardproof.train.losses.packed_files import PLACES, packed, packed_labels
 from shardproof.train.model.few import FEW

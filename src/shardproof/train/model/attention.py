@@ -10,8 +10,8 @@ from shardproof.errors import ConfigError
 def choose_attention(model: Any, config: Any) -> None:
     """Check the attention that a run or a plan asks for; if it asks for none, have rows that share one not cost all
     pairs of their tokens."""
-    from shardproof.models.masks import tell_masks_of_positions
-    from shardproof.models.varlen import check_attention_of, take_for_packed
+    from shardproof.models.attention.masks import tell_masks_of_positions
+    from shardproof.models.attention.varlen import check_attention_of, take_for_packed
 
     if _shares_rows(config):
         tell_masks_of_positions(model)
@@ -26,8 +26,8 @@ def share_rows(model: Any, config: Any) -> None:
     Raises:
         ConfigError: it is not one for them.
     """
-    from shardproof.models.padding_free import make_padding_free
-    from shardproof.models.recurrent import carries_state, isolate_documents
+    from shardproof.models.attention.padding_free import make_padding_free
+    from shardproof.models.attention.recurrent import carries_state, isolate_documents
     from shardproof.train.model.shared_rows import share_rows_of
 
     if _shares_rows(config) and carries_state(model):
@@ -47,7 +47,7 @@ def share_rows(model: Any, config: Any) -> None:
 def check_parts_of_rows(model: Any) -> None:
     """Raise ConfigError for a model, before adapters, whose decoder passes something on beside attention, as far as the
     names of its layers tell, or counts positions by itself; any other one is tried at the first step."""
-    from shardproof.models.recurrent import looks_back
+    from shardproof.models.attention.recurrent import looks_back
     from shardproof.train.model.positions import counts_positions
 
     decoder, name = model.get_decoder(), type(model).__name__

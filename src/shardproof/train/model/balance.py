@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from shardproof.errors import ConfigError
-from shardproof.models.family import without_adapters
+from shardproof.models.forward import without_adapters
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base

@@ -28,7 +28,7 @@ def asked_dtype(config: RunConfig) -> Any:
 
 def own_dtype(source: str) -> str:
     """The dtype that a model's files hold, in torch's word, as its config says; float32 where it says nothing."""
-    from shardproof.models.processors import said_by
+    from shardproof.models.loading.processors import said_by
 
     return next(_named(said_by(source, "config.json")), "float32")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from shardproof.errors import ConfigError
-from shardproof.models.family import TALKER
+from shardproof.models.families.family import TALKER
 from shardproof.train.options.config import RunConfig
 from shardproof.train.resume import RUN, starts
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from shardproof.errors import ConfigError
-from shardproof.models.family import tried, without_adapters
+from shardproof.models.forward import tried, without_adapters
 from shardproof.train.model.few import FEW
 
 MASK = "attention_mask"

@@ -14,7 +14,8 @@ from typing import Any
 from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.data.encoding.template import stops
 from shardproof.errors import ConfigError, did_you_mean, exported
-from shardproof.models.classes import (
+from shardproof.models.families.family import CAUSAL
+from shardproof.models.loading.classes import (
     check_looks_back,
     check_own_code,
     check_timm,
@@ -23,9 +24,8 @@ from shardproof.models.classes import (
     load_pretrained,
     with_values,
 )
-from shardproof.models.family import CAUSAL
+from shardproof.models.loading.whole_files import check_whole_files
 from shardproof.models.scorers import HEADED, SCORER, VALUER, load_scorer
-from shardproof.models.whole_files import check_whole_files
 from shardproof.plugins import OPTION, Plugins, load
 from shardproof.train.folder import ADAPTER, CONFIG, MODEL, base_of
 from shardproof.train.model.attention import choose_attention, share_rows
@@ -177,7 +177,7 @@ def load_tokenizer(source: str, config: RunConfig) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from shardproof.models.processors import note_batches
+    from shardproof.models.loading.processors import note_batches
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
@@ -205,7 +205,7 @@ def load_processing(source: str, config: RunConfig) -> Any:
     Raises:
         ConfigError: there is none that can be loaded, or the model brings code of its own that may not be run.
     """
-    from shardproof.models.processors import load_processor
+    from shardproof.models.loading.processors import load_processor
 
     if config.adapters and (Path(config.adapters).parent / CONFIG).is_file():
         source = config.adapters
@@ -284,7 +284,7 @@ def _loaded(source: str, config: RunConfig, kind: str, model_type: str | None, t
     import transformers
 
     from shardproof.integrations.pretrained import without_values
-    from shardproof.models.varlen import attention_options, unknown_attention
+    from shardproof.models.attention.varlen import attention_options, unknown_attention
 
     transformers.set_seed(config.seed)
     options = {"dtype": loaded_in(config), **attention_options(config.attn)}

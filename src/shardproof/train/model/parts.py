@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.data.forms.parts import rows_of_kinds
 from shardproof.errors import ConfigError
-from shardproof.models.families import family_of
-from shardproof.models.family import FED_BY, PARTS, TALKER, anatomy, trainable_parts
+from shardproof.models.families.anatomy import anatomy, trainable_parts
+from shardproof.models.families.family import FED_BY, PARTS, TALKER
+from shardproof.models.families.known import family_of
 from shardproof.models.scorers import HEADED, HEADS
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.patterns import check_pattern

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardproof.data.forms.labels import Labels
 from shardproof.errors import ConfigError
-from shardproof.models.classes import with_values
+from shardproof.models.loading.classes import with_values
 from shardproof.models.scorers import HEADED, HEADS, load_scorer
 
 

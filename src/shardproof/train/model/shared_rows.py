@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardproof.models.family import tried, without_adapters
-from shardproof.models.laid_out import change_tensors, in_space, laid_out
+from shardproof.models.attention.laid_out import change_tensors, in_space, laid_out
+from shardproof.models.forward import tried, without_adapters
 from shardproof.parallel.sequence import SequenceParallel
 from shardproof.train.options.batch import Batch
 from shardproof.train.watching.recorder import Recorder, tokens_in

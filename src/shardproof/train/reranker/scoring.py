@@ -21,8 +21,8 @@ from shardproof.data.media.judged import MediaJudgedEncoder, written
 from shardproof.data.media.labelled import MediaPairEncoder
 from shardproof.data.media.limits import Limits
 from shardproof.errors import ConfigError
-from shardproof.models.family import without_adapters
-from shardproof.models.processors import said_by
+from shardproof.models.forward import without_adapters
+from shardproof.models.loading.processors import said_by
 from shardproof.models.scorers import last_places
 from shardproof.train.embedding.pooling import CONFIG, MODULES, TRANSFORMER, files_in
 from shardproof.train.model.loading import TINY, load_model, tokenizer_of

@@ -14,9 +14,10 @@ import shardproof
 from shardproof.data.forms.preferences import JUDGED, PAIRS, PREFERENCE_FIELDS
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError
-from shardproof.models.classes import check_one_backbone
-from shardproof.models.family import CAUSAL, TALKER, anatomy
-from shardproof.models.packed import check_can_unpack
+from shardproof.models.families.anatomy import anatomy
+from shardproof.models.families.family import CAUSAL, TALKER
+from shardproof.models.loading.classes import check_one_backbone
+from shardproof.models.loading.packed import check_can_unpack
 from shardproof.models.scorers import SCORER, VALUER
 from shardproof.plugins import load
 from shardproof.train import run
@@ -298,7 +299,7 @@ def _load_other(
 
 def _reads(config: RlhfConfig, rows: Any, judge: str) -> Any:
     """What stands between TRL and a reward model: nothing where it is asked about conversations of text."""
-    from shardproof.models.processors import load_processor
+    from shardproof.models.loading.processors import load_processor
     from shardproof.train.rlhf.judging import Reads, ReadsTexts
 
     if not are_pictured(rows):

@@ -14,7 +14,7 @@ from shardproof.data.forms.parts import Problem
 from shardproof.data.forms.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import BadRow, Places, pass_over
 from shardproof.errors import ConfigError, DataError
-from shardproof.models.processors import processor_class
+from shardproof.models.loading.processors import processor_class
 from shardproof.train.model.loading import first_line, tokenizer_of
 from shardproof.train.options.rlhf_config import REWARDED, RlhfConfig, writes_all_answers
 from shardproof.train.rlhf.algorithms import ALGORITHMS

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardproof.errors import ConfigError
-from shardproof.models.processors import said_by
+from shardproof.models.loading.processors import said_by
 from shardproof.train.model.declared import declared
 from shardproof.train.model.positions import rotary_positions
 from shardproof.train.options.option import flag

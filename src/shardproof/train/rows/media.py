@@ -11,9 +11,9 @@ from shardproof.data.forms.parts import KINDS
 from shardproof.data.media.limits import LIMITS, SAMPLING_RATE, Limits
 from shardproof.data.rows import BadRow, Rows, describe_bad
 from shardproof.errors import ConfigError, DataError
-from shardproof.models.families import family_of
-from shardproof.models.family import TALKER
-from shardproof.models.processors import processor_class, said_by
+from shardproof.models.families.family import TALKER
+from shardproof.models.families.known import family_of
+from shardproof.models.loading.processors import processor_class, said_by
 from shardproof.train.model.loading import TINY, load_model, tokenizer_of
 from shardproof.train.options.config import RunConfig, SftConfig
 from shardproof.train.options.option import flag

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.data.forms.formats import SFT, SFT_FIELDS
 from shardproof.errors import ConfigError
-from shardproof.models.family import TALKER, anatomy
+from shardproof.models.families.anatomy import anatomy
+from shardproof.models.families.family import TALKER
 from shardproof.plugins import KINDS, load
 from shardproof.train import run
 from shardproof.train.adapters.adding import with_adapters
@@ -128,7 +129,8 @@ def read(config: SftConfig) -> tuple[Any, Any]:
 
     if not config.streaming:
         return run.read(config, read_rows, SFT)
-    from shardproof.data.stream import DEFAULT_SIZE, read_stream
+    from shardproof.data.mixed_stream import read_stream
+    from shardproof.data.stream import DEFAULT_SIZE
 
     trained = partial(read_stream, size=config.shuffle_buffer_size or DEFAULT_SIZE)
     return run.read(config, read_rows, SFT, trained)
@@ -314,7 +316,7 @@ def _few(prepared: Prepared) -> Any:
 def import_libraries(config: SftConfig) -> None:
     """Import what `train` needs, before ranks are forked."""
     import shardproof.train.trainer  # noqa: F401
-    from shardproof.models.classes import import_class
+    from shardproof.models.loading.classes import import_class
 
     import_class(config.model)
 

@@ -14,8 +14,8 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from shardproof.errors import ConfigError
-from shardproof.models.processors import said_by
-from shardproof.models.weight_files import files_of
+from shardproof.models.loading.processors import said_by
+from shardproof.models.loading.weight_files import files_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardproof.models.speech import IGNORE, answer_of, padded, places_of
+from shardproof.models.media.speech import IGNORE, answer_of, padded, places_of
 
 if TYPE_CHECKING:
     import torch

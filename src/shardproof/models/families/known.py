@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardproof.models.family import Family, Grounding
+from shardproof.models.families.family import Family, Grounding
 
 _THOUSANDTHS = Grounding("<|object_ref_start|>{}<|object_ref_end|>", "<|box_start|>{points}<|box_end|>")
 _PIXELS = replace(_THOUSANDTHS, pixels=True)

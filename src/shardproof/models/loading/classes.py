@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.errors import ConfigError
-from shardproof.models import speech, speech_groups
-from shardproof.models.families import family_of
-from shardproof.models.family import CAUSAL
-from shardproof.models.frames import frames_told_apart
-from shardproof.models.packed import unpacking
-from shardproof.models.processors import processor_class, said_by
-from shardproof.models.row_by_row import fed_with_data
+from shardproof.models.families.family import CAUSAL
+from shardproof.models.families.known import family_of
+from shardproof.models.loading.packed import unpacking
+from shardproof.models.loading.processors import processor_class, said_by
+from shardproof.models.loading.row_by_row import fed_with_data
+from shardproof.models.media import speech, speech_groups
+from shardproof.models.media.frames import frames_told_apart
 
 _SPEAKING = {
     kind: functools.partial(speech.speaking_forward, codes_loss=module.codes_loss)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from shardproof.errors import ConfigError
-from shardproof.models.sinks import attend, dense, has_sinks
+from shardproof.models.attention.sinks import attend, dense, has_sinks
 
 VARLEN = "varlen"
 NOT_WITH = "softcap", "position_bias"  # what some layers add to scores

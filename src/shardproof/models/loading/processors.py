@@ -17,9 +17,9 @@ from typing import Any
 
 from shardproof.errors import ConfigError
 from shardproof.models.derived import derived
-from shardproof.models.families import family_of
-from shardproof.models.row_by_row import row_by_row
-from shardproof.models.sounds import hearing_each_alone
+from shardproof.models.families.known import family_of
+from shardproof.models.loading.row_by_row import row_by_row
+from shardproof.models.media.sounds import hearing_each_alone
 
 FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 
@@ -232,7 +232,7 @@ def _part(attribute: str, source: str, values: Mapping[str, Any]) -> Any:
     from transformers.utils import cached_file
 
     if attribute == "video_processor":
-        from shardproof.models.videos import FrameVideos
+        from shardproof.models.media.videos import FrameVideos
 
         images = transformers.AutoImageProcessor.from_pretrained(source)
         config = values.get("video_processor") or said_by(source, "video_preprocessor_config.json")

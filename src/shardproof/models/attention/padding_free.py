@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.errors import ConfigError
-from shardproof.models.family import tried, without_adapters
-from shardproof.models.laid_out import change_tensors, in_space, is_per_token, laid_out, put_in_places
-from shardproof.models.varlen import knows_ours
+from shardproof.models.attention.laid_out import change_tensors, in_space, is_per_token, laid_out, put_in_places
+from shardproof.models.attention.varlen import knows_ours
+from shardproof.models.forward import tried, without_adapters
 
 OPTION = "--padding-free"
 BY_DOCUMENTS = "varlen", "flash"  # attentions that cost what documents hold, by how their names begin

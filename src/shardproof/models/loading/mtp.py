@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from shardproof.models.weight_files import INDEX, WEIGHTS, cached, files_of, read, weight_map
+from shardproof.models.loading.weight_files import INDEX, WEIGHTS, cached, files_of, read, weight_map
 
 OWN, FIRST = "mtp.safetensors", "model-00001-of-00001.safetensors"
 # Tables of tokens, by the ends of their names, and which of a model are of the same rows.

@@ -1,0 +1,1 @@
+"""What models make of sounds, frames of videos and spoken answers."""
