@@ -150,9 +150,10 @@ class LateStreams(TwoDevices):
 def late_streams() -> Iterator[LateStreams]:
     """As `two_devices`, with queues."""
     from shardproof.train.model import activations
-    from shardproof.zero import api, home
+    from shardproof.zero import api
     from shardproof.zero.comm import collectives
     from shardproof.zero.ranks import turns
+    from shardproof.zero.schedule import home
 
     mode = LateStreams()
 

@@ -70,8 +70,9 @@ def two_devices() -> Iterator[TwoDevices]:
     """Inside, the engine computes on one device and `offload` keeps things on the other."""
     from unittest import mock
 
-    from shardproof.zero import api, home
+    from shardproof.zero import api
     from shardproof.zero.ranks import turns
+    from shardproof.zero.schedule import home
 
     def home_of(offload: str | None, device: torch.device) -> home.Home | None:
         return None if offload is None else home.Home(HOST, DEVICE, frozen=offload == "all")

@@ -41,7 +41,7 @@ def elsewhere(ways: list[Way], folder: str) -> dict[Way, dict[str, float]]:
     """Real steps on two devices made of one: bytes at home when the optimizer steps, and what crosses in a step."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from shardproof.zero.home import Home
+    from shardproof.zero.schedule.home import Home
 
     crossed = [0]
     bring, place = Home.bring, Home.place

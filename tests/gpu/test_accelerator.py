@@ -27,10 +27,10 @@ from torch.utils.checkpoint import checkpoint
 import shardproof
 from distributed.harness import Alone, Record, Sharded, compare, train
 from shardproof.train.model import activations
-from shardproof.zero import home
 from shardproof.zero.comm import collectives
 from shardproof.zero.device import beside, default_device
 from shardproof.zero.ranks.invariants import Invariants
+from shardproof.zero.schedule import home
 from zero.graphs import CASES
 from zero.models import FEATURES, Block, Net
 

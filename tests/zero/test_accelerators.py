@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardproof
 from distributed.harness import listening
 from shardproof.errors import DesyncError, DeviceError
-from shardproof.zero import api, device, edits, exposed
+from shardproof.zero import api, device, exposed
+from shardproof.zero.schedule import edits
 from zero.models import Net
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import shardproof
 from shardproof.errors import DesyncError
-from shardproof.zero.edits import Edits
+from shardproof.zero.schedule.edits import Edits
 
 FEATURES, STEPS = 8, 4
 Validate = Callable[[], None]

@@ -13,7 +13,7 @@ import shardproof
 from distributed.harness import Sharded, compare, train
 from distributed.late_streams import LateStreams, late_streams
 from distributed.two_devices import DEVICE, HOST
-from shardproof.zero import home
+from shardproof.zero.schedule import home
 from zero.test_offload import with_offload
 
 # --- the streams of these tests -------------------------------------------------------------------

@@ -20,7 +20,7 @@ import shardproof
 from distributed.harness import Case, Sharded, compare, parity, train
 from distributed.two_devices import DEVICE, HOST, Mixed, two_devices
 from shardproof.errors import EngineError
-from shardproof.zero.home import Home, home_of
+from shardproof.zero.schedule.home import Home, home_of
 from zero import test_dynamic
 from zero.graphs import CASES
 from zero.models import FEATURES, Net

@@ -9,8 +9,9 @@ import torch
 
 import shardproof
 from distributed.harness import Sharded, compare, train
-from shardproof.zero import exposed, gradients
-from shardproof.zero.schedule import Engine
+from shardproof.zero import exposed
+from shardproof.zero.schedule import gradients
+from shardproof.zero.schedule.engine import Engine
 from zero.graphs import CASES
 from zero.test_stages import Big, one_step
 

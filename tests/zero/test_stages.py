@@ -16,7 +16,7 @@ from torch.nn.modules import module as nn_module
 
 import shardproof
 from distributed.harness import Averaged, Case, Record, Sharded, compare, listening, train
-from shardproof.zero import room
+from shardproof.zero.schedule import room
 from zero.graphs import CASES, CheckpointInside
 from zero.models import FEATURES, Net
 

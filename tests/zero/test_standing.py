@@ -13,8 +13,8 @@ from torch import nn
 import shardproof
 from shardproof.zero import autograd
 from shardproof.zero.checks import engine_of
-from shardproof.zero.flat import Flat
 from shardproof.zero.ranks.invariants import Invariants
+from shardproof.zero.units.flat import Flat
 from zero.models import FEATURES, Block, Net
 
 

@@ -39,7 +39,7 @@ from shardproof.zero.optim.step import owned_here
 from shardproof.zero.state import tell_of_loading
 
 if TYPE_CHECKING:
-    from shardproof.zero.schedule import Engine
+    from shardproof.zero.schedule.engine import Engine
 
 __all__ = ["Saving", "complete", "load", "load_weights", "newest", "save"]
 

@@ -15,11 +15,11 @@ from shardproof.checkpoint.storage import dtype_name
 from shardproof.errors import CheckpointError
 from shardproof.zero.optim.state import SCALARS
 from shardproof.zero.optim.step import owned_here, unwrapped, updated_whole, with_modes
-from shardproof.zero.parameter import ShardedParameter
 from shardproof.zero.state import with_extra_state
+from shardproof.zero.tensors.parameter import ShardedParameter
 
 if TYPE_CHECKING:
-    from shardproof.zero.schedule import Engine
+    from shardproof.zero.schedule.engine import Engine
 
 MODEL, STATE = "model.", "optimizer.state."
 BLOCKS = ("absmax", "qmap")  # what bitsandbytes keeps for blocks of a slice

@@ -101,7 +101,7 @@ def _rank(folder: Path, config: InferConfig, system: str | None) -> int:
     to the user."""
     import torch
 
-    from shardproof.zero.device import start_group
+    from shardproof.zero.comm.world import start_group
 
     before_imports(_offline(folder, config), config.verbose)  # a spawned process starts from nothing
     after_imports(config.verbose)

@@ -208,7 +208,7 @@ def work(prepared: Prepared, signals: Sequence[int]) -> int:
     import torch
 
     from shardproof.report import terminal
-    from shardproof.zero.device import start_group
+    from shardproof.zero.comm.world import start_group
     from shardproof.zero.ranks.consensus import explained
 
     if restarts():
@@ -243,7 +243,7 @@ def _under_torchrun(first_time: Start, resumed: Start, world_size: int, started:
     import torch
 
     from shardproof.cli.processes.same_rows import check_rows
-    from shardproof.zero.device import start_group
+    from shardproof.zero.comm.world import start_group
 
     if several():
         config = meet(first_time, resumed, restarts())

@@ -31,7 +31,7 @@ def work(prepared: Prepared, watch: Callable[..., None], args: tuple[Any, ...]) 
     """What each rank does: make the process group, then `watch(prepared, *args)`."""
     import torch
 
-    from shardproof.zero.device import start_group
+    from shardproof.zero.comm.world import start_group
 
     before_imports(False, prepared.config.verbose)  # a spawned process starts from nothing
     after_imports(prepared.config.verbose)

@@ -12,7 +12,7 @@ import shardproof.zero.optim.step  # noqa: F401  (its hooks come first, so that 
 from shardproof.errors import EngineError
 from shardproof.train.model.lacking import tolerant
 from shardproof.train.run import Prepared, recipe_of
-from shardproof.zero.parameter import ShardedParameter
+from shardproof.zero.tensors.parameter import ShardedParameter
 
 Each = Callable[[int, dict[str, ShardedParameter]], None]
 

@@ -24,7 +24,7 @@ from shardproof.models.families.family import FED_BY, MEDIA
 from shardproof.train.options.rlhf_config import draws_answers
 from shardproof.train.run import Prepared
 from shardproof.zero.device import default_device
-from shardproof.zero.parameter import ShardedParameter
+from shardproof.zero.tensors.parameter import ShardedParameter
 
 AREA, RESULT = "trial", "trial.json"
 STEPS = 3  # two, and a third that shows the loss after them

@@ -19,7 +19,7 @@ import shardproof
 from shardproof.doctor.observe import observe
 from shardproof.train.options.config import MUON
 from shardproof.train.run import Prepared
-from shardproof.zero.parameter import ShardedParameter
+from shardproof.zero.tensors.parameter import ShardedParameter
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 5e-3, "bf16": 5e-2}  # what rounding makes of another order of sums
 RESULT, LOSSES = "result.json", "losses.json"

@@ -16,7 +16,7 @@ from shardproof.errors import ConfigError
 from shardproof.integrations.pretrained import lend_readers
 from shardproof.models.families.anatomy import anatomy
 from shardproof.zero.build import READER
-from shardproof.zero.device import may_take_long
+from shardproof.zero.comm.world import may_take_long
 
 if TYPE_CHECKING:
     from shardproof import MixedPrecision

@@ -54,7 +54,7 @@ from shardproof.integrations.saved import (
 )
 from shardproof.integrations.server import asks_all_ranks, serve_weights
 from shardproof.integrations.weights import places_in_model, stream_weights
-from shardproof.zero.norms import learning
+from shardproof.zero.tensors.norms import learning
 
 if TYPE_CHECKING:
     from shardproof import MixedPrecision

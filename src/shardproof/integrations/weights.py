@@ -17,7 +17,7 @@ from shardproof.checkpoint.saving import Channel
 from shardproof.checkpoint.weights import can_write, write_weights
 
 if TYPE_CHECKING:
-    from shardproof.zero.schedule import Engine
+    from shardproof.zero.schedule.engine import Engine
 
 MAX_BYTES = 5 * 10**9
 

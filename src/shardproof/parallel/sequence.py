@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardproof.errors import ConfigError, ShardproofError
 from shardproof.zero.comm.connections import is_closed_connection
-from shardproof.zero.device import may_take_long, widest_float
+from shardproof.zero.comm.world import may_take_long
+from shardproof.zero.device import widest_float
 
 IGNORE = -100
 NOT_OF_MODELS = (ShardproofError, torch.OutOfMemoryError, torch.AcceleratorError)

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from shardproof.errors import ConfigError
 from shardproof.interrupts import without_terminal
 from shardproof.train.watching.report import tells
-from shardproof.zero.device import may_take_long
+from shardproof.zero.comm.world import may_take_long
 
 ECHO = 1.0  # seconds: a terminal and a launcher may both hand on one Ctrl-C
 LOOK = 2.0  # seconds between two agreements in an evaluation

@@ -28,15 +28,16 @@ from shardproof.zero.checks import (
     warn_of_statistics,
 )
 from shardproof.zero.comm.collectives import Collectives
-from shardproof.zero.device import backend_for, default_device, imagined, start_group
-from shardproof.zero.home import home_of
-from shardproof.zero.norms import Together, learning, norms_of
-from shardproof.zero.parameter import ShardedGradient
+from shardproof.zero.comm.world import start_group
+from shardproof.zero.device import backend_for, default_device, imagined
 from shardproof.zero.precision import MixedPrecision
 from shardproof.zero.ranks.consensus import BARRIER
 from shardproof.zero.ranks.invariants import some
-from shardproof.zero.schedule import Engine
+from shardproof.zero.schedule.engine import Engine
+from shardproof.zero.schedule.home import home_of
 from shardproof.zero.stats import Stats, UnitStats
+from shardproof.zero.tensors.norms import Together, learning, norms_of
+from shardproof.zero.tensors.parameter import ShardedGradient
 from shardproof.zero.wrappers import check_steps, check_unwrapped
 
 __all__ = [

@@ -20,9 +20,9 @@ from shardproof.errors import ChangedInPlaceError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from shardproof.zero.flat import Flat
-    from shardproof.zero.parameter import ShardedParameter
-    from shardproof.zero.schedule import Engine
+    from shardproof.zero.schedule.engine import Engine
+    from shardproof.zero.tensors.parameter import ShardedParameter
+    from shardproof.zero.units.flat import Flat
 
 
 # Elements. Up to here a node of its own costs more (some 35 us of Python) than a gradient that has left the cache. What
@@ -188,7 +188,7 @@ class GatherNow(torch.autograd.Function):
         return ReduceMean.apply(grad, ctx.flat), None
 
 
-# The classes of parameter.py whose values lie in a gathered buffer: `MyFunction.apply(x, weight)` saves one as it is.
+# The classes of tensors/parameter.py whose values lie in a gathered buffer: `MyFunction.apply(x, weight)` saves one.
 sharded_values: set[type] = set()
 
 

@@ -15,12 +15,12 @@ from torch.nn.modules import module as nn_module
 from torch.nn.parameter import UninitializedParameter
 
 from shardproof.errors import EngineError
-from shardproof.zero.flat import Flat
 from shardproof.zero.optim.state import BECAME
-from shardproof.zero.parameter import ShardedParameter, ShardedValue
 from shardproof.zero.ranks.alike import check_alike
-from shardproof.zero.schedule import Engine
-from shardproof.zero.unit import Slot, Unit
+from shardproof.zero.schedule.engine import Engine
+from shardproof.zero.tensors.parameter import ShardedParameter, ShardedValue
+from shardproof.zero.units.flat import Flat
+from shardproof.zero.units.unit import Slot, Unit
 from shardproof.zero.wrappers import check_unwrapped
 
 Places = dict[int, tuple[nn.Parameter, Unit, list[tuple[nn.Module, str, str]]]]

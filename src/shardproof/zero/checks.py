@@ -11,10 +11,10 @@ from torch import nn
 
 from shardproof.errors import EngineError
 from shardproof.zero.build import READER
-from shardproof.zero.parameter import ShardedParameter
 from shardproof.zero.precision import MixedPrecision
 from shardproof.zero.ranks.invariants import some
-from shardproof.zero.schedule import Engine
+from shardproof.zero.schedule.engine import Engine
+from shardproof.zero.tensors.parameter import ShardedParameter
 
 log = logging.getLogger("shardproof.zero")
 

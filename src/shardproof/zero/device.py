@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardproof.errors import DeviceError
-from shardproof.zero.comm.connections import minded
-from shardproof.zero.comm.store import AGENT_STORE, store_of_attempt
 
 # Which of the processes on its machine a rank is, in torchrun's word and in those of Slurm and of MPI.
 LOCAL_RANK = "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"
@@ -74,36 +69,6 @@ def widest_float(device: torch.device) -> torch.dtype:
         return torch.empty((), dtype=torch.float64, device=device).dtype
     except (TypeError, RuntimeError):
         return torch.float32
-
-
-# How long an operation may take in a process group of ours. A rank that computes, loads or saves for an hour is in
-# order, and ranks that wait for each other for good are found by the watchdog: torch's 10 or 30 minutes would end both.
-# There is a limit at all for an accelerator that waits for a machine which is gone: nothing else wakes it.
-LONGEST = timedelta(hours=6)
-
-
-def start_group(**options: Any) -> None:
-    """Make the process group that the environment describes (torchrun's variables), on the device of this rank.
-
-    Args:
-        options: those of `torch.distributed.init_process_group`.
-    """
-    device = default_device()
-    with minded() if device.type == "cpu" else nullcontext():
-        if os.environ.get(AGENT_STORE) == "True":
-            limit = options.get("timeout") or dist.default_pg_timeout
-            options |= dict(zip(("store", "rank", "world_size"), store_of_attempt(limit), strict=True))
-        dist.init_process_group(**options)
-    if "timeout" not in options:  # there, it would also say how long ranks wait for one that never starts
-        may_take_long(dist.group.WORLD)
-
-
-def may_take_long(*groups: dist.ProcessGroup | None) -> None:
-    """What these groups, which are ours, do may take `LONGEST`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of backends that have no limit, or none that can be set
-        for group in groups:
-            dist.distributed_c10d._set_pg_timeout(LONGEST, group)
 
 
 def backend_for(device: torch.device) -> str:

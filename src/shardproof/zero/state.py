@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from shardproof.errors import EngineError
-from shardproof.zero.flat import Flat
-from shardproof.zero.parameter import ShardedParameter
 from shardproof.zero.ranks.invariants import differing, digest, some
-from shardproof.zero.schedule import Engine
+from shardproof.zero.schedule.engine import Engine
+from shardproof.zero.tensors.parameter import ShardedParameter
+from shardproof.zero.units.flat import Flat
 
 _EXTRA = "_extra_state"  # torch's name
 

@@ -54,7 +54,7 @@ def series_of(prepared: list[Any]) -> list[Series]:
 
 def series_without_room(prepared: list[Any]) -> list[Series]:
     """The same where there is no memory to keep weights gathered while answers are written."""
-    with mock.patch("shardproof.zero.room.free_memory", return_value=0):
+    with mock.patch("shardproof.zero.schedule.room.free_memory", return_value=0):
         return series_of(prepared)
 
 

@@ -227,7 +227,7 @@ def meet(first_time: Start, resumed: Start | None = None, restarts: int = 0) -> 
     """
     import torch.distributed as dist
 
-    from shardproof.zero.device import may_take_long, start_group
+    from shardproof.zero.comm.world import may_take_long, start_group
 
     use_own_interface(os.environ)
     resumed = resumed or first_time

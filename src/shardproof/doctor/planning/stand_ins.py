@@ -18,10 +18,10 @@ from shardproof.errors import ConfigError
 from shardproof.models.forward import without_adapters
 from shardproof.train.model.activations import HeldByHost
 from shardproof.train.options.config import ADAFACTOR, EIGHT_BITS, MUON
-from shardproof.zero import home
 from shardproof.zero.comm import collectives
-from shardproof.zero.home import Home
 from shardproof.zero.ranks import consensus
+from shardproof.zero.schedule import home
+from shardproof.zero.schedule.home import Home
 
 if TYPE_CHECKING:
     from shardproof.doctor.config import PlanConfig

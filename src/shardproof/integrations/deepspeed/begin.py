@@ -20,7 +20,7 @@ from shardproof.integrations.deepspeed.engine import DeepSpeedEngine
 from shardproof.integrations.deepspeed.sections import Settings
 from shardproof.integrations.deepspeed.utils import OPTIMIZERS
 from shardproof.zero.device import default_device
-from shardproof.zero.parameter import ShardedParameter
+from shardproof.zero.tensors.parameter import ShardedParameter
 
 _REDUCE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

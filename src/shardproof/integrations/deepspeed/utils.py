@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardproof.errors import EngineError
-from shardproof.zero.parameter import ShardedParameter
+from shardproof.zero.tensors.parameter import ShardedParameter
 
 logger = logging.getLogger("shardproof")
 OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those of the engines, where state is found

@@ -13,9 +13,9 @@ from torch import nn
 from shardproof.errors import EngineError
 from shardproof.integrations.deepspeed.comm import init_distributed
 from shardproof.zero.device import default_device
-from shardproof.zero.parameter import ShardedParameter, by_engine
 from shardproof.zero.ranks.consensus import BARRIER
 from shardproof.zero.ranks.invariants import digest, some
+from shardproof.zero.tensors.parameter import ShardedParameter, by_engine
 
 
 class Init(contextlib.AbstractContextManager["Init"]):

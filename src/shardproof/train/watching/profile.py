@@ -19,8 +19,8 @@ from shardproof.train.watching.recorder import WARM
 
 if TYPE_CHECKING:
     from shardproof.zero.ranks.turns import Watcher
-    from shardproof.zero.schedule import Engine
-    from shardproof.zero.unit import Flat
+    from shardproof.zero.schedule.engine import Engine
+    from shardproof.zero.units.unit import Flat
 
 START, WAIT = "start: ", "wait: "
 

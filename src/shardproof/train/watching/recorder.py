@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardproof.parallel.sequence import SequenceParallel
-    from shardproof.zero.schedule import Engine
+    from shardproof.zero.schedule.engine import Engine
 
 EACH = 16  # of more ranks than this, the least, the middle and the most are recorded
 WARM = 10  # the step whose timeline is kept: plans are made by then, memory has been taken

@@ -19,8 +19,8 @@ from shardproof.zero.exposed import clock_of
 
 if TYPE_CHECKING:
     from shardproof.zero.ranks.turns import Watcher
-    from shardproof.zero.schedule import Engine
-    from shardproof.zero.unit import Flat, Unit
+    from shardproof.zero.schedule.engine import Engine
+    from shardproof.zero.units.unit import Flat, Unit
 
 log = logging.getLogger("shardproof")
 

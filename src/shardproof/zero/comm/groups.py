@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from shardproof.zero.comm.connections import addresses, minded
-from shardproof.zero.device import imagined, may_take_long
+from shardproof.zero.comm.world import may_take_long
+from shardproof.zero.device import imagined
 
 group_named = torch._C._distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 _torchs: Any = dist.distributed_c10d

@@ -20,7 +20,7 @@ from shardproof.zero.ranks.invariants import differing, digest, some
 if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
 
-    from shardproof.zero.schedule import Engine
+    from shardproof.zero.schedule.engine import Engine
 
 log = logging.getLogger("shardproof.zero")
 

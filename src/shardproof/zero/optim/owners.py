@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 if TYPE_CHECKING:
-    from shardproof.zero.parameter import ShardedParameter
+    from shardproof.zero.tensors.parameter import ShardedParameter
 
 Dealt = list[list[tuple["ShardedParameter", torch.Tensor]]]  # for each owner the slices of what it owns
 

@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from shardproof.errors import EngineError
-from shardproof.zero.parameter import ShardedParameter, in_the_model
+from shardproof.zero.tensors.parameter import ShardedParameter, in_the_model
 
 # State of one number, whatever shape a parameter has.
 SCALARS = "step", "mu_product", "eta", "mu"

@@ -34,13 +34,13 @@ from shardproof.zero.optim.state import (
     sharded_in,
 )
 from shardproof.zero.optim.trial import Verdict, tried
-from shardproof.zero.parameter import ShardedParameter, by_engine, written_on
 from shardproof.zero.ranks.invariants import WATCHED_STEPS, Pairs
 from shardproof.zero.ranks.written import BITS
+from shardproof.zero.tensors.parameter import ShardedParameter, by_engine, written_on
 
 if TYPE_CHECKING:
-    from shardproof.zero.flat import Flat
-    from shardproof.zero.schedule import Engine
+    from shardproof.zero.schedule.engine import Engine
+    from shardproof.zero.units.flat import Flat
 
 # Of class names (lower case): optimizers that want whole parameters, some of which do so from a later step on only.
 _PER_PARAMETER = re.compile(

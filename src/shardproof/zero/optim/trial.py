@@ -24,7 +24,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from shardproof.zero.parameter import ShardedTensor, written_on
+from shardproof.zero.tensors.parameter import ShardedTensor, written_on
 
 # How large gradients are in each step: some above, some below what an optimizer may clip at. RAdam begins after five.
 _STEPS = (1.0, 30.0, 0.01, 5.0) * 3

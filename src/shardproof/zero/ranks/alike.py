@@ -13,7 +13,7 @@ from shardproof.errors import DesyncError
 if TYPE_CHECKING:
     from shardproof.zero.build import Places
     from shardproof.zero.comm.collectives import Collectives
-    from shardproof.zero.schedule import Engine
+    from shardproof.zero.schedule.engine import Engine
 
 
 def check_alike(engine: Engine, places: Places, first: bool) -> None:

@@ -22,10 +22,10 @@ from shardproof.zero.autograd import asked_for
 
 if TYPE_CHECKING:
     from shardproof.zero.comm.collectives import Collectives
-    from shardproof.zero.flat import Flat
-    from shardproof.zero.parameter import ShardedParameter
-    from shardproof.zero.schedule import Engine
-    from shardproof.zero.unit import Unit
+    from shardproof.zero.schedule.engine import Engine
+    from shardproof.zero.tensors.parameter import ShardedParameter
+    from shardproof.zero.units.flat import Flat
+    from shardproof.zero.units.unit import Unit
 
 log = logging.getLogger("shardproof.zero")
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from shardproof.zero.comm.collectives import Collectives
     from shardproof.zero.comm.pending import Pending
     from shardproof.zero.device import BufferPool
-    from shardproof.zero.edits import Edits
-    from shardproof.zero.flat import Flat
-    from shardproof.zero.gradients import Gradients
+    from shardproof.zero.schedule.edits import Edits
+    from shardproof.zero.schedule.gradients import Gradients
+    from shardproof.zero.units.flat import Flat
 
 log = logging.getLogger("shardproof.zero")
 

@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardproof.errors import DesyncError
-from shardproof.zero.parameter import ShardedTensor
 from shardproof.zero.ranks.frames import place_in_user_code
 from shardproof.zero.ranks.invariants import differing, digest_of, some
+from shardproof.zero.tensors.parameter import ShardedTensor
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
 
-    from shardproof.zero.flat import Flat
-    from shardproof.zero.schedule import Engine
+    from shardproof.zero.schedule.engine import Engine
+    from shardproof.zero.units.flat import Flat
 
 _EXACT = 2**20  # elements: of more than that a digest looks at about as many, evenly spread
 _FACTOR = 1_000_003
@@ -133,7 +133,7 @@ class Written:
 
     def _note_kept(self) -> None:
         """Look at what would hold an edit that torch does not count (`p.data.mul_()`): a gathered buffer that this
-        rank's part is a part of. See [Note: one copy] in flat.py."""
+        rank's part is a part of. See [Note: one copy] in units/flat.py."""
         for flat in self.engine.flats:
             if flat.kept is not None and flat.fresh and flat.gathering is None:
                 for index in range(len(flat.names)):

@@ -26,8 +26,8 @@ from shardproof.zero.ranks.consensus import DECLARE, PASS
 
 if TYPE_CHECKING:
     from shardproof.zero.comm.pending import Pending
-    from shardproof.zero.flat import Flat
-    from shardproof.zero.gradients import Gradients
+    from shardproof.zero.schedule.gradients import Gradients
+    from shardproof.zero.units.flat import Flat
 
 
 def end_pass(gradients: Gradients) -> None:

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from shardproof.errors import EngineError
-from shardproof.zero.flat import Flat
+from shardproof.zero.units.flat import Flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardproof.zero.schedule import Engine
+    from shardproof.zero.schedule.engine import Engine
 
-_ENGINE = os.path.dirname(__file__) + os.sep
+_ENGINE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _DYNAMO = os.path.join(os.path.dirname(torch.__file__), "_dynamo") + os.sep
 
 

@@ -20,8 +20,8 @@ from shardproof.zero.autograd import GatherNow, SavedTensors, in_backward, outsi
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from shardproof.zero.flat import Flat
-    from shardproof.zero.schedule import Engine
+    from shardproof.zero.schedule.engine import Engine
+    from shardproof.zero.units.flat import Flat
 
 
 _Tensor = TypeVar("_Tensor", bound="ShardedTensor")
@@ -121,7 +121,7 @@ class ShardedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from shardproof.zero.operations import run
+        from shardproof.zero.tensors.operations import run
 
         return run(func, args, kwargs or {})
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from shardproof.zero.layout import Layout
-from shardproof.zero.parameter import ShardedGradient
+from shardproof.zero.tensors.parameter import ShardedGradient
+from shardproof.zero.units.layout import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardproof.zero.flat import Flat
-    from shardproof.zero.home import Home
-    from shardproof.zero.schedule import Engine
+    from shardproof.zero.schedule.engine import Engine
+    from shardproof.zero.schedule.home import Home
+    from shardproof.zero.units.flat import Flat
 
 # The attributes that every gradient has.
 _OWN = len(("flat", "index", "buffer"))

@@ -18,15 +18,15 @@ from torch.utils.hooks import RemovableHandle
 
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import ReduceMean, in_backward
-from shardproof.zero.norms import norms_of
-from shardproof.zero.parameter import ShardedGradient, ShardedTensor
-from shardproof.zero.passes import add_pass, end_pass
 from shardproof.zero.ranks.consensus import END
+from shardproof.zero.schedule.passes import add_pass, end_pass
+from shardproof.zero.tensors.norms import norms_of
+from shardproof.zero.tensors.parameter import ShardedGradient, ShardedTensor
 
 if TYPE_CHECKING:
     from shardproof.zero.comm.pending import Pending
-    from shardproof.zero.flat import Flat
-    from shardproof.zero.schedule import Engine
+    from shardproof.zero.schedule.engine import Engine
+    from shardproof.zero.units.flat import Flat
 
 REDUCTIONS_IN_FLIGHT = 1  # beside the one that backward writes; a second costs a unit and gains no time
 

@@ -12,10 +12,10 @@ from shardproof.zero.device import free_memory
 from shardproof.zero.ranks.turns import TakesTurns
 
 if TYPE_CHECKING:
-    from shardproof.zero.flat import Flat
-    from shardproof.zero.home import Home
     from shardproof.zero.ranks.invariants import Invariants
-    from shardproof.zero.unit import Unit
+    from shardproof.zero.schedule.home import Home
+    from shardproof.zero.units.flat import Flat
+    from shardproof.zero.units.unit import Unit
 
 log = logging.getLogger("shardproof.zero")
 

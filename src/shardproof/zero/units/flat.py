@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from shardproof.errors import StaleWeightsError
-from shardproof.zero.accumulated import Accumulated
 from shardproof.zero.autograd import unshard
 from shardproof.zero.comm.pending import Pending
 from shardproof.zero.device import address_of, storage_uses
-from shardproof.zero.parameter import ShardedParameter
-from shardproof.zero.standing import Standing
+from shardproof.zero.tensors.parameter import ShardedParameter
+from shardproof.zero.units.accumulated import Accumulated
+from shardproof.zero.units.standing import Standing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardproof.zero.home import Home
-    from shardproof.zero.schedule import Engine
-    from shardproof.zero.unit import Unit
+    from shardproof.zero.schedule.engine import Engine
+    from shardproof.zero.schedule.home import Home
+    from shardproof.zero.units.unit import Unit
 
 
 class Flat(Accumulated):
@@ -29,12 +29,12 @@ class Flat(Accumulated):
 
     Attributes:
         shard: this rank's part in master dtype, 1-D; the whole buffer where nothing is sharded.
-        home: where shard and gradient live, if not on the device that computes; see home.py. `source`: version and
-            copy of the shard in `dtype` that gathers send then, where it is kept: on the device, or at home.
+        home: where shard and gradient live, if not on the device that computes (schedule/home.py). `source`: version,
+            and copy of the shard in `dtype`, that gathers send then, where it is kept: on the device, or at home.
         dtype: what computing sees (differs from `shard.dtype` under mixed precision).
         whole: the gathered buffer in `dtype`, or None; `gathering` while it is under way.
         kept: a buffer of the whole size that the shard is a part of, or None; see [Note: one copy].
-        minor: it costs little memory, and stays gathered until its values change; see room.py.
+        minor: it costs little memory, and stays gathered until its values change; see schedule/room.py.
         standing: the gathered buffer where it stays; see standing.py.
         open_views: while the unit's forward runs, the plain tensors that stand in for the parameters; `open_at`: where
             they lie, `open_versions`: their versions, and `open_changes`: how often each parameter's value had changed,

@@ -8,7 +8,7 @@ import torch
 
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import GatherNow
-from shardproof.zero.parameter import ShardedParameter
+from shardproof.zero.tensors.parameter import ShardedParameter
 
 
 def grad_of_parameters(

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardproof.zero.parameter import ShardedGradient, ShardedParameter, ShardedTensor, by_engine, in_the_model
+from shardproof.zero.tensors.parameter import ShardedGradient, ShardedParameter, ShardedTensor, by_engine, in_the_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from shardproof.zero.flat import Flat
-    from shardproof.zero.schedule import Engine
+    from shardproof.zero.schedule.engine import Engine
+    from shardproof.zero.units.flat import Flat
 
     Places = list[tuple[Flat, int]]  # of which flat, of which parameter in it
 

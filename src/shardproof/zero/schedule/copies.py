@@ -21,8 +21,8 @@ import torch
 from shardproof.errors import EngineError
 
 if TYPE_CHECKING:
-    from shardproof.zero.flat import Flat
-    from shardproof.zero.parameter import ShardedGradient, ShardedValue
+    from shardproof.zero.tensors.parameter import ShardedGradient, ShardedValue
+    from shardproof.zero.units.flat import Flat
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardproof.errors import EngineError
-from shardproof.zero.parameter import ShardedTensor
+from shardproof.zero.tensors.parameter import ShardedTensor
 
 MODULE = "torch.distributed.distributed_c10d"
 _SENDS = ("send", "isend", "gather")  # elsewhere what comes first is written

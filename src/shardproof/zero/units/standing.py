@@ -15,7 +15,7 @@ from shardproof.zero.device import address_of, storage_uses
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardproof.zero.flat import Flat
+    from shardproof.zero.units.flat import Flat
 
 
 class Standing:

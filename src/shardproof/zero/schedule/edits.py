@@ -12,8 +12,8 @@ from shardproof.zero.autograd import in_backward
 from shardproof.zero.ranks.consensus import EDIT
 
 if TYPE_CHECKING:
-    from shardproof.zero.flat import Flat
-    from shardproof.zero.schedule import Engine
+    from shardproof.zero.schedule.engine import Engine
+    from shardproof.zero.units.flat import Flat
 
 PIECE, PIECE_QUEUED = 2**18, 2**24  # elements, on a processor and on an accelerator
 

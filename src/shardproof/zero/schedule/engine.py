@@ -20,18 +20,18 @@ from torch import nn
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import SavedTensors, in_backward, plainly
 from shardproof.zero.comm.collectives import Collectives
-from shardproof.zero.copies import Copies
 from shardproof.zero.device import address_of
-from shardproof.zero.edits import Edits, keep_edits
-from shardproof.zero.flat import Flat
-from shardproof.zero.gradients import Gradients
-from shardproof.zero.home import Home
 from shardproof.zero.precision import MixedPrecision, cast_floats
 from shardproof.zero.ranks.consensus import UPDATE
 from shardproof.zero.ranks.invariants import Invariants
 from shardproof.zero.ranks.written import Written
-from shardproof.zero.room import GATHERED_UNITS, MakesRoom
-from shardproof.zero.unit import Unit
+from shardproof.zero.schedule.copies import Copies
+from shardproof.zero.schedule.edits import Edits, keep_edits
+from shardproof.zero.schedule.gradients import Gradients
+from shardproof.zero.schedule.home import Home
+from shardproof.zero.schedule.room import GATHERED_UNITS, MakesRoom
+from shardproof.zero.units.flat import Flat
+from shardproof.zero.units.unit import Unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable

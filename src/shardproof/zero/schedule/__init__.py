@@ -1,0 +1,1 @@
+"""When: gathers, reductions and edits, what each stage keeps meanwhile, and where."""

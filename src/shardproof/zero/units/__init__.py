@@ -1,0 +1,1 @@
+"""Units: what is gathered and reduced together, where it lies, and its gradients."""
