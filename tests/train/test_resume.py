@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -528,6 +529,30 @@ def test_rows_that_were_corrected_are_told_and_learned_from(tmp_path: Path, capl
     assert not written.refusal([*written.lines[:6], *edited, *written.lines[8:]])
     assert "2 rows were changed, the first at" in caplog.text
     assert "rows.jsonl:7. The run goes on with them as they are now." in caplog.text
+
+
+def test_rows_keep_the_day_that_their_template_wrote(commands, sft, tiny: Path, tmp_path: Path, monkeypatch) -> None:
+    """Templates of Llama 3.2 write the date: a run that went on on another day learned from other rows, unsaid."""
+    from transformers import AutoTokenizer
+
+    from shardproof.data.encoding import dated
+    from shardproof.train.options.config import SftConfig
+    from shardproof.train.sft import recipe
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    (tmp_path / "dated.jinja").write_text("{{ strftime_now('%d %b %Y') }} " + str(tokenizer.chat_template))
+    options = ["--chat-template", str(tmp_path / "dated.jinja"), "--output-dir", str(tmp_path / "run")]
+    run = commands([("run", sft(*options, "--max-steps", "2", "--save-steps", "1"))])["run"]
+    assert run.code == 0, run.output
+    today = dated.today().strftime("%d %b %Y")
+
+    config = SftConfig(**yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()))
+    monkeypatch.setattr(dated, "today", lambda: date(2001, 2, 3))
+    for resume, day in ((str(tmp_path / "run" / "checkpoint-1"), today), (None, "03 Feb 2001")):
+        again = config.model_copy(update={"resume": resume, "output_dir": str(tmp_path / str(day))})
+        prepared = recipe.prepare(again, 1, *recipe.read(again))
+        assert tokenizer.decode(prepared.rows[0]["input_ids"]).startswith(day)
+        assert json.loads(prepared.order["run.json"])["day"] == str(datetime.strptime(day, "%d %b %Y").date())
 
 
 def test_rows_in_other_places_and_other_data_are_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import logging
 import zlib
 from array import array
 from collections import Counter
+from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ log = logging.getLogger("shardproof")
 
 Config = TypeVar("Config", bound=RunConfig)
 
-ROWS, DEALT = "global_batch_size", "dealt"
+ROWS, DEALT, DAY = "global_batch_size", "dealt", "day"
 SIZES = ROWS, "per_device_batch_size", "gradient_accumulation_steps"
 AUTO, RUN, SUMS, STATE = "auto", "run.json", "rows.crc32", "trainer_state.json"
 
@@ -221,7 +222,12 @@ def with_rows_a_step(config: Config, world_size: int) -> Config:
 
 
 def order_of(
-    config: RunConfig, rows: Any, encoded: int, batch: int, dealt: dict[str, int] | None = None
+    config: RunConfig,
+    rows: Any,
+    encoded: int,
+    batch: int,
+    dealt: dict[str, int] | None = None,
+    day: date | None = None,
 ) -> dict[str, bytes]:
     """What decides which rows a step sees and what they are, as files of a checkpoint.
 
@@ -230,11 +236,13 @@ def order_of(
         encoded: how many there are to learn from, packed ones counted once.
         batch: rows of a step.
         dealt: see dealt.py
+        day: which chat templates write, see dated.py
     """
     said = {
         "rows": encoded,
         ROWS: batch,
         DEALT: dealt,
+        DAY: day and str(day),
         **{name: getattr(config, name) for name in (*PLACES, *CONTENTS) if name in type(config).model_fields},
         "optimizer": config.optimizer + (" --stochastic-rounding" if config.stochastic_rounding else ""),
     }
@@ -264,6 +272,7 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> dict[str, in
     here = json.loads(order[RUN])
     _check_options(start, here.pop("options"), saved.get("options", {}))
     here.pop(DEALT)  # see dealt.py
+    here.pop(DAY)  # the run has taken it
     odd = [name for name in here if here[name] != saved.get(name, here[name])]
     if "optimizer" in odd:
         raise ConfigError(
@@ -292,6 +301,13 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> dict[str, in
     if rows_differ:
         log.warning("Since %s was written, %s. The run goes on with them as they are now.", start, rows_differ)
     return saved.get(DEALT)  # type: ignore[no-any-return]
+
+
+def day_of_run(start: Path) -> date | None:
+    """The day that the rows of the run say which wrote a checkpoint; None of an earlier release."""
+    file = start / RUN
+    saved = json.loads(file.read_text(encoding="utf-8")).get(DAY) if file.is_file() else None
+    return date.fromisoformat(saved) if saved else None
 
 
 def _check_options(start: Path, here: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardproof.checkpoint.folder import Lock, complete
+from shardproof.data.encoding.dated import day_of, keep_day
 from shardproof.data.encoding.template import set_template
 from shardproof.data.encoding.template_syntax import check_template
 from shardproof.data.forms.converted import converted
@@ -59,6 +60,7 @@ from shardproof.train.resume import (
     at_its_end,
     check_order,
     check_saving,
+    day_of_run,
     in_own_folder,
     order_of,
     passed_over,
@@ -226,6 +228,8 @@ def prepare(
             check_can_unpack(source)
         processing = load_processing(source, config)
         set_template(processing, config.chat_template, config.template_variables)
+        tokenizer = tokenizer_of(processing)
+        keep_day(tokenizer, day_of_run(begin[0]) if begin else None)
         config = check_named_parts(source, config, model_kind)
         warn_of_limits(config, processing)
         encoded = encode(rows, processing)
@@ -242,7 +246,9 @@ def prepare(
                 f"--drop-last leaves all rows out: there are {many:,} to learn from, and a step takes {batch.whole:,}."
                 " Leave it out, or take fewer rows a step."
             )
-        order = order_of(config, rows, many, batch.whole, dealt(batch)) if begin or config.writes_checkpoints else {}
+        order: dict[str, bytes] = {}
+        if begin or config.writes_checkpoints:
+            order = order_of(config, rows, many, batch.whole, dealt(batch), day_of(tokenizer))
         if begin:
             tell_other_processes(check_order(begin[0], order, rows), begin[0], config, batch)
         if begin and config.tuner == "lora":

@@ -23,6 +23,12 @@ def day_of(tokenizer: Any) -> date:
     return day
 
 
+def keep_day(tokenizer: Any, day: date | None) -> None:
+    """Have rows say this day, on which a run began that goes on now."""
+    if day is not None:
+        setattr(tokenizer, _DAY, day)
+
+
 def on_day(template: Any, day: date) -> Any:
     """A chat template that writes this day, at 0:00, where it would write when it is rendered."""
     if not isinstance(template, str):
