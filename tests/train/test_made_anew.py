@@ -32,7 +32,16 @@ def broken(sft, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(commands, sft, broken: Path):
     short = sft("--max-steps", "1", "--model", str(broken))
-    return commands([("full", short), ("lora", [*short, "--tuner", "lora"])])
+    ask = ["infer", str(broken), "--prompt", "a shard", "--max-new-tokens", "2"]
+    return commands(
+        [
+            ("full", short),
+            ("lora", [*short, "--tuner", "lora"]),
+            ("asked", ask),
+            ("asked by two", [*ask, "--nproc", "2"]),
+            ("exported", ["export", str(broken), "OUT"]),
+        ]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +60,13 @@ def test_a_weight_that_is_made_at_random_is_told(runs, broken: Path) -> None:
     """A folder that lacked a part trained without a word, from numbers of nobody's."""
     assert runs["full"].code == 0, runs["full"].output
     assert f"1 weight(s) are not in the files of {broken} and begin at random: {LOST}." in runs["full"].output
+
+
+@pytest.mark.parametrize("name", ["asked", "asked by two", "exported"])
+def test_a_model_that_lacks_one_is_not_asked_or_exported_without_a_word(runs, broken: Path, name: str) -> None:
+    assert runs[name].code == 0, runs[name].output
+    told = f"1 weight(s) are not in the files of {broken} and were made at random: {LOST}."
+    assert runs[name].output.count(told) == 1, runs[name].output
 
 
 def test_adapters_on_it_are_refused(runs) -> None:

@@ -19,7 +19,7 @@ from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.errors import ConfigError
 from shardproof.integrations.saved import readable_as_the_rest
 from shardproof.models.forward import without_adapters
-from shardproof.models.loading.classes import load_body, save_extra_files
+from shardproof.models.loading.classes import load_body, save_extra_files, with_values
 from shardproof.models.loading.mtp import carry_mtp
 from shardproof.models.loading.processors import scaling_down, write_processing
 from shardproof.models.scorers import SCORER
@@ -27,7 +27,7 @@ from shardproof.plugins import Plugins
 from shardproof.train.adapters.adding import with_adapters
 from shardproof.train.adapters.beginning import begin_adapters, check_begun
 from shardproof.train.adapters.begun import load_beside_reference
-from shardproof.train.answers.loaded import loaded_as, model_folder, on_base
+from shardproof.train.answers.loaded import loaded_as, model_folder, on_base, tell_lacking
 from shardproof.train.embedding import recipe as embedding
 from shardproof.train.embedding.pooling import Embedding, embedding_in
 from shardproof.train.folder import ADAPTER, BASE, CONFIG, MODEL, base_of, recorded_in, tell_other_weights
@@ -42,6 +42,7 @@ from shardproof.train.model.loading import (
     load_processing,
     tokenizer_of,
 )
+from shardproof.train.model.made_anew import noting
 from shardproof.train.model.reward_models import judges, load_judge, pads_with
 from shardproof.train.options.config import SftConfig
 from shardproof.train.options.rlhf_config import RlhfConfig
@@ -245,11 +246,13 @@ def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str |
     change = {"change": found} if (found := stretching(changes)) else {}
     try:
         load = _loader(folder, processing, plugins, loaded_as(folder, plugins, model_type))
-        model = _ordinary(load(source, dtype="auto", trust_remote_code=trust_remote_code, **change))
+        how = {"how": noting(with_values), "trust_remote_code": trust_remote_code}
+        model = _ordinary(load(source, dtype="auto", **how, **change))
     except ConfigError:
         raise
     except Exception as error:  # whatever the loader of a format or code of the model raises
         raise ConfigError(f"The model {source} cannot be loaded: {first_line(error)}") from error
+    tell_lacking(model, source, folder if adapters else None)
     if adapters:
         if changes is not None and changes.new_special_tokens:
             grow(model, tokenizer_of(processing))

@@ -28,6 +28,7 @@ from shardproof.train.model.loading import (
     said_of,
     tokenizer_of,
 )
+from shardproof.train.model.made_anew import note_not_read, noting, tell_made_anew
 from shardproof.train.options.config import SftConfig
 
 if TYPE_CHECKING:
@@ -69,6 +70,12 @@ def loaded_as(folder: Path, plugins: Plugins, model_type: str | None = None) -> 
     if isinstance(found, str) and found not in plugins.names("model"):
         registered_model(str(folder), plugins)  # which tells of a class that transformers does not know
     return found if isinstance(found, str) else None
+
+
+def tell_lacking(model: Any, source: str, adapters: Path | None) -> None:
+    """Warn of weights that the files of `source` lack and nothing in the folder of `adapters` replaces."""
+    replaced = said_of(adapters).get("modules_to_save") if adapters is not None else None
+    tell_made_anew(model, source, trained=False, but=replaced or ())
 
 
 def on_base(model: Any, folder: Path, base: str) -> Any:
@@ -125,7 +132,7 @@ class Loaded:
         from shardproof.integrations.pretrained import without_values
 
         folder = self.folder
-        how = without_values if self.sharded else with_values
+        how = without_values if self.sharded else noting(with_values)
         adapters = (folder / ADAPTER).is_file()
         source = base_of(folder) if adapters else str(folder)
         check_base(folder, source, folder / ADAPTER)
@@ -141,6 +148,10 @@ class Loaded:
             what = f"The adapter's base model {source}" if adapters else f"The model in {folder}"
             raise ConfigError(f"{what} cannot be loaded: {first_line(error)}") from error
         adopt(self.model)
+        if self.sharded:
+            note_not_read(self.model)
+        if self.first:
+            tell_lacking(self.model, source, folder if adapters else None)
         if adapters:
             if changes is not None and changes.new_special_tokens:
                 grow(self.model, self.tokenizer)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 from shardproof.errors import ConfigError
 from shardproof.models.scorers import HEADS
@@ -19,6 +19,23 @@ def note_made_anew(model: Any, missing: Iterable[str]) -> list[str]:
     """Have the model know which of its weights its files lack. Returns them, sorted."""
     names = model.__dict__[_NAMES] = sorted(missing)
     return names
+
+
+def noting(how: Callable[..., Any]) -> Callable[..., Any]:
+    """`how`, which loads a model with its values (see `load_pretrained`), after which the model knows that. Not of
+    classes that load more than weights by themselves: what they say of these is not known before they do."""
+
+    def load(kind: Any, source: str, **options: Any) -> Any:
+        from transformers import PreTrainedModel
+
+        ordinary: Any = PreTrainedModel.from_pretrained
+        if issubclass(kind, PreTrainedModel) and cast("Any", kind).from_pretrained.__func__ is not ordinary.__func__:
+            return how(kind, source, **options)
+        model, found = how(kind, source, output_loading_info=True, **options)
+        note_made_anew(model, found["missing_keys"])
+        return model
+
+    return load
 
 
 def note_not_read(model: Any) -> None:
@@ -38,13 +55,19 @@ def made_anew(model: Any) -> list[str]:
     return [name for name in names if not name.startswith(HEADS) and "pooler" not in name.split(".")]
 
 
-def tell_made_anew(model: Any, source: str) -> None:
-    """Warn of weights that are not the model's."""
-    if names := made_anew(model):
+def tell_made_anew(model: Any, source: str, trained: bool = True, but: Iterable[str] = ()) -> None:
+    """Warn of weights that are not the model's.
+
+    Args:
+        trained: whether they are about to be.
+        but: modules of which this is no matter, as they are replaced.
+    """
+    names = [name for name in made_anew(model) if not any(_within(name, f".{one}") for one in but)]
+    if names:
         log.warning(
-            "%d weight(s) are not in the files of %s and begin at random: %s. If they are not new to the model, these"
+            "%d weight(s) are not in the files of %s and %s at random: %s. If they are not new to the model, these"
             " are the files of another one.",
-            *(len(names), source, _some(names)),
+            *(len(names), source, "begin" if trained else "were made", _some(names)),
         )
 
 
