@@ -30,8 +30,12 @@ def broken(sft, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(commands, sft, broken: Path):
+def runs(commands, sft, broken: Path, tmp_path_factory: pytest.TempPathFactory):
     short = sft("--max-steps", "1", "--model", str(broken))
+    pairs = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    pairs.write_text(json.dumps({"prompt": "a shard", "chosen": "a rank", "rejected": "a step"}) + "\n")
+    beside = ["rlhf", "--rlhf-type", "dpo", "--dataset", str(pairs), "--ref-model", str(broken), "--max-steps", "1"]
+    beside += ["--model", sft()[sft().index("--model") + 1], "--global-batch-size", "1", "--output-dir", "OUT"]
     ask = ["infer", str(broken), "--prompt", "a shard", "--max-new-tokens", "2"]
     return commands(
         [
@@ -40,6 +44,7 @@ def runs(commands, sft, broken: Path):
             ("asked", ask),
             ("asked by two", [*ask, "--nproc", "2"]),
             ("exported", ["export", str(broken), "OUT"]),
+            ("compared with", [*beside, "--nproc", "1"]),
         ]
     )
 
@@ -62,7 +67,7 @@ def test_a_weight_that_is_made_at_random_is_told(runs, broken: Path) -> None:
     assert f"1 weight(s) are not in the files of {broken} and begin at random: {LOST}." in runs["full"].output
 
 
-@pytest.mark.parametrize("name", ["asked", "asked by two", "exported"])
+@pytest.mark.parametrize("name", ["asked", "asked by two", "exported", "compared with"])
 def test_a_model_that_lacks_one_is_not_asked_or_exported_without_a_word(runs, broken: Path, name: str) -> None:
     assert runs[name].code == 0, runs[name].output
     told = f"1 weight(s) are not in the files of {broken} and were made at random: {LOST}."

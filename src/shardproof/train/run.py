@@ -310,7 +310,7 @@ def train(
     reporter = Reporter(write or folder.records.add, view, folder.answers) if first else None
     if first and prepared.saves and config.tuner == "lora":
         folder.write_sample(prepared.model)
-    if first and not prepared.starts:
+    if not prepared.starts:
         tell_made_anew(model, prepared.model)
     begin_adapters(model, config, prepared.starts, folder.path if first and prepared.saves else None)
     trainer = make_trainer([stop, *callbacks_of(config), *([reporter] if reporter else [])], reporter)

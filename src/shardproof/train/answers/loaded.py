@@ -150,8 +150,7 @@ class Loaded:
         adopt(self.model)
         if self.sharded:
             note_not_read(self.model)
-        if self.first:
-            tell_lacking(self.model, source, folder if adapters else None)
+        tell_lacking(self.model, source, folder if adapters else None)
         if adapters:
             if changes is not None and changes.new_special_tokens:
                 grow(self.model, self.tokenizer)

@@ -56,14 +56,16 @@ def made_anew(model: Any) -> list[str]:
 
 
 def tell_made_anew(model: Any, source: str, trained: bool = True, but: Iterable[str] = ()) -> None:
-    """Warn of weights that are not the model's.
+    """Warn, on the first rank, of weights that are not the model's.
 
     Args:
         trained: whether they are about to be.
         but: modules of which this is no matter, as they are replaced.
     """
+    import torch.distributed as dist
+
     names = [name for name in made_anew(model) if not any(_within(name, f".{one}") for one in but)]
-    if names:
+    if names and (not dist.is_initialized() or dist.get_rank() == 0):
         log.warning(
             "%d weight(s) are not in the files of %s and %s at random: %s. If they are not new to the model, these"
             " are the files of another one.",

@@ -30,6 +30,7 @@ from shardproof.train.folder import RunFolder
 from shardproof.train.model.declared import check_shares_rows, declared
 from shardproof.train.model.lacking import without_lacking
 from shardproof.train.model.loading import check_model_source, first_line, is_local, load_model, load_tokenizer
+from shardproof.train.model.made_anew import tell_made_anew
 from shardproof.train.model.parts import choose_parts, in_bits
 from shardproof.train.model.reward_models import check_reward_model, pads_with
 from shardproof.train.options.config import Batch, SftConfig
@@ -294,6 +295,7 @@ def _load_other(
     if kind != CAUSAL or getattr(config, name):  # it may be of another class than the one that is tried
         config = config.model_copy(update={"padding_free": False, "sequence_parallel": 1})
     model = load_model(source, config, kind, to_shard=to_shard, **more)
+    tell_made_anew(model, source, trained=name == "value_model")
     return shard_as(model, config.model_stages.get(name), _precision(config.model_precisions.get(name)))
 
 
