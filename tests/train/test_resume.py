@@ -672,10 +672,11 @@ def test_another_algorithm_is_refused(tmp_path: Path, caplog: pytest.LogCaptureF
     ],
 )
 def test_losses_that_other_micro_batches_change_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, options: dict[str, Any], words: list[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch, kind: str, options: dict[str, Any], words: list[str]
 ) -> None:
     """Two processes with 6 rows each go on as one with two times 6: a step has the same rows."""
     from shardproof.data.rows import Rows
+    from shardproof.doctor.checks import resume_checks
     from shardproof.train.options.batch import Batch
     from shardproof.train.options.config import SftConfig
     from shardproof.train.options.rlhf_config import RlhfConfig
@@ -692,6 +693,10 @@ def test_losses_that_other_micro_batches_change_are_told(
     tell_other_processes(saved, tmp_path, config, one)
     assert all(word in caplog.text for word in words), caplog.text
     assert bool(caplog.text) == bool(words)
+    monkeypatch.setattr(resume_checks, "starts", lambda config: [tmp_path])
+    checks = [resume_checks.rows(config, batch, rows, range(48))[0] for batch in (two, one)]
+    assert [check.status for check in checks] == ["ok", "warn" if words else "ok"]
+    assert all(word in checks[1].evidence for word in words)
     caplog.clear()
     tell_other_processes(saved, tmp_path, config, large)
     assert bool(caplog.text) == (options.get("rlhf_type") == "grpo")

@@ -12,6 +12,7 @@ from shardproof.doctor.checks.check import Check
 from shardproof.errors import CheckpointError, ConfigError
 from shardproof.train.options.config import Batch, RunConfig
 from shardproof.train.resume import AUTO, at_its_end, check_order, order_of, starts
+from shardproof.train.rows.dealt import other_processes
 
 NAME = "checkpoint"
 
@@ -22,10 +23,12 @@ def rows(config: RunConfig, batch: Batch, found: Any, encoded: Any) -> list[Chec
     if not begin:
         return []
     try:
-        check_order(begin[0], order_of(config, found, len(encoded), batch.whole), found)
+        saved = check_order(begin[0], order_of(config, found, len(encoded), batch.whole), found)
     except ConfigError as error:
         cause = "The run would be refused."
         return [Check("data", NAME, "fail", " ".join(str(error).split()), cause, "--resume, or the options named")]
+    if told := other_processes(saved, begin[0], config, batch):
+        return [Check("data", NAME, "warn", " ".join(told), "The run goes on, with other numbers.")]
     return [Check("data", NAME, "ok", f"{begin[0]} was written by a run on these rows")]
 
 

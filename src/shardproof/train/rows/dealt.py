@@ -20,23 +20,26 @@ def dealt(batch: Batch) -> dict[str, int]:
 
 
 def tell_other_processes(saved: dict[str, int] | None, start: Path, config: RunConfig, batch: Batch) -> None:
-    """Say, once, that losses from here on are not those of the run that wrote the checkpoint, and what would keep them.
+    """Say, once, what `other_processes` says."""
+    for told in other_processes(saved, start, config, batch):
+        log.warning("%s", told)
+
+
+def other_processes(saved: dict[str, int] | None, start: Path, config: RunConfig, batch: Batch) -> list[str]:
+    """Why losses from here on are not those of the run that wrote the checkpoint, and what would keep them.
     `saved`: what the checkpoint keeps; None of an earlier release."""
-    here = dealt(batch)
+    here, told = dealt(batch), []
     if not saved or saved == here:
-        return
+        return []
     if (what := _compared(config)) and saved["together"] != here["together"]:
         keeps, odd = divmod(saved["together"], batch.readers)
-        log.warning(
-            "%s, %d now and %d in %s: the losses from here on are others than without a stop.%s",
-            *(what, here["together"], saved["together"], start),
-            "" if odd else f" --per-device-batch-size {keeps} keeps them.",
-        )
+        now = f"{here['together']} now and {saved['together']} in {start}"
+        kept = "" if odd else f" --per-device-batch-size {keeps} keeps them."
+        told.append(f"{what}, {now}: the losses from here on are others than without a stop.{kept}")
     if draws_answers(config) and saved["processes"] != here["processes"]:
-        log.warning(
-            "Each process draws its answers by chance: on %d instead of %d the run goes on with others.",
-            *(here["processes"], saved["processes"]),
-        )
+        numbers = f"on {here['processes']} instead of {saved['processes']}"
+        told.append(f"Each process draws its answers by chance: {numbers} the run goes on with others.")
+    return told
 
 
 def _compared(config: RunConfig) -> str:
