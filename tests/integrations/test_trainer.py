@@ -191,6 +191,30 @@ def test_the_loss_of_an_evaluation_is_that_of_trainer_under_ddp(run2, tmp_path):
         assert run2(loss_of_uneven_rows, str(tmp_path), stage, False) == pytest.approx([alone, alone], rel=1e-6)
 
 
+def mean_loss(folder: str, stage: int | None) -> float:
+    return float(trainer(Path(folder), stage, save_strategy="no", logging_steps=3).train().training_loss)
+
+
+def test_the_mean_loss_of_a_run_is_that_of_one_process(run2, tmp_path):
+    """With the steps behind the last log, of which Trainer takes the loss of one rank."""
+    alone = mean_loss(str(tmp_path), None)
+    assert run2(mean_loss, str(tmp_path), 3) == pytest.approx([alone, alone], rel=1e-5)
+
+
+class Fused(torch.optim.SGD):
+    """As LOMO: hooks on gradients step, and `step` does nothing."""
+
+    def fused_backward(self, loss: torch.Tensor, rate: float) -> None:
+        """Accelerate calls it in place of `loss.backward()`."""
+
+
+def test_an_optimizer_that_steps_inside_of_backward_is_refused(tmp_path):
+    run = trainer(tmp_path, 3)
+    run.optimizer = Fused(run.model.parameters())
+    with pytest.raises(ConfigError, match="Fused changes weights inside of backward"):
+        run.train()
+
+
 def compiled(folder: str, stage: int) -> tuple[list[float], list[float], list[bool]]:
     plain = trainer(Path(folder, "plain"), stage, save_strategy="no")
     plain.train()

@@ -21,7 +21,7 @@ from torch import nn
 
 import shardproof
 from shardproof.errors import ConfigError
-from shardproof.integrations.prepared import check_processes, meeting_first
+from shardproof.integrations.prepared import check_processes, meeting_first, stepping
 from shardproof.integrations.saved import adapters_of, saved_names, state_dict_of
 from shardproof.integrations.weights import places_of_entries, stream_weights
 
@@ -85,6 +85,10 @@ class Accelerator(accelerate.Accelerator):
             check_processes(self)
         # In its evaluation mode Accelerate does all but to wrap the model in DDP.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Accelerate's, of one that steps when it is told to."""
+        return super().prepare_optimizer(stepping(optimizer), *args, **kwargs)
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Accelerate's, behind a meeting where it talks to the other processes."""

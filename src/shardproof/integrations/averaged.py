@@ -20,6 +20,8 @@ class AveragedLoss(Base):
     their batch: under DDP their losses and gradients grow with the ranks.
     """
 
+    _tr_loss: Any  # Trainer's
+
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's own, which is told not to multiply what the model has not divided."""
         if not self._is_mean():
@@ -29,6 +31,11 @@ class AveragedLoss(Base):
             return super().compute_loss(model, inputs, *args, **kwargs)
         finally:
             self.args.average_tokens_across_devices = before
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer adds to the mean of the run what this rank lost since the last log; here it is that of all."""
+        self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
+        return super()._finalize_training(*args, **kwargs)
 
     def _is_mean(self) -> bool:
         """Whether Trainer takes the loss of the model's forward, and that is a mean. A trainer of TRL's divides by

@@ -225,6 +225,22 @@ def refuse_others(**asked: Any) -> None:
         )
 
 
+def stepping(optimizer: Any) -> Any:
+    """This optimizer, if it steps when it is told to. LOMO's hooks look at the gradients of other parameters while
+    backward computes them; here those are not added over ranks yet.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if hasattr(getattr(optimizer, "optimizer", optimizer), "fused_backward"):
+        raise ConfigError(
+            f"{type(optimizer).__name__} changes weights inside of backward, before gradients are added over processes."
+            "\nTake another optimizer. At stages 2 and 3 each process holds a slice of the gradients; 'adafactor' keeps"
+            " little state."
+        )
+    return optimizer
+
+
 def check_full_eval(args: Any, precision: MixedPrecision | None) -> None:
     """Refuse a precision of Trainer's evaluations that is not the one of training."""
     half = {"fp16_full_eval": torch.float16, "bf16_full_eval": torch.bfloat16}

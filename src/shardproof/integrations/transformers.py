@@ -40,6 +40,7 @@ from shardproof.integrations.prepared import (
     noted,
     refuse_others,
     shard_prepared,
+    stepping,
     together,
 )
 from shardproof.integrations.prepared import shard_as as shard_as
@@ -200,7 +201,8 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Shard, then make the optimizer: its parameters are the slices from the start."""
         self._shard()
-        return super().create_optimizer(model) if model is not None else super().create_optimizer()
+        made: torch.optim.Optimizer = super().create_optimizer(*([] if model is None else [model]))
+        return stepping(made)  # type: ignore[no-any-return]
 
     def _shard(self) -> None:
         if self._sharded:

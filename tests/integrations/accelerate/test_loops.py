@@ -416,6 +416,19 @@ def test_other_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh()
 
 
+def test_an_optimizer_that_steps_inside_of_backward_is_refused() -> None:
+    from shardproof.integrations.accelerate import Accelerator
+
+    class Fused(torch.optim.SGD):
+        def fused_backward(self, loss: torch.Tensor, rate: float) -> None: ...
+
+    fresh()
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="Fused changes weights inside of backward"):
+        Accelerator().prepare(model, Fused(model.parameters()))
+    fresh()
+
+
 def saved_in_parts(stage: int, folder: str) -> tuple[int, bool]:
     """How many bytes were gathered for it, and whether Accelerate loads what was written."""
     from accelerate import load_checkpoint_in_model
