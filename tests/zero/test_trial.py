@@ -83,6 +83,16 @@ class ByAllNorms(Plain):
         super().step()
 
 
+class ByPlace(Plain):
+    """As GrokAdamW: the further behind a parameter is in its group, the slower it moves."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for place, p in enumerate(p for p in group["params"] if p.grad is not None):
+                p.sub_(self.seen(p), alpha=group["lr"] * 0.9**place)
+
+
 class OfMatrices(Plain):
     """Takes nothing else."""
 
@@ -335,8 +345,10 @@ def test_groups_that_are_alike_are_tried_once():
     assert Counting.seen_groups == 3  # a vector, a matrix, a convolution
 
 
-def test_an_update_by_other_parameters_is_known_as_such():
-    assert judged(ByAllNorms(parameters())).across
+@pytest.mark.parametrize("make", [ByAllNorms, ByPlace])
+def test_an_update_by_other_parameters_is_known_as_such(make):
+    """Or by how many of them are in front, which are others on the rank that updates it whole."""
+    assert judged(make(parameters())).across
 
 
 @pytest.mark.parametrize(
