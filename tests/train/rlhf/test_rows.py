@@ -250,6 +250,15 @@ def test_a_row_of_which_no_answer_would_be_left_is_left_out(tmp_path: Path, kind
         assert [got.places[i] for i in range(2)] == [f"{tmp_path}/rows.jsonl:{n}" for n in (1, 2)]
 
 
+def test_a_row_of_which_no_question_would_be_left_is_left_out(tmp_path: Path) -> None:
+    """With gkd, which cuts at the beginning, TRL ended the run when such a row came."""
+    config = RlhfConfig(rlhf_type="gkd", max_length=4, truncation="left")
+    rows = [{"query": f"{'so ' * n}2+2?", "response": f"{'it is ' * m}4"} for n, m in ((0, 1), (2, 1), (0, 2), (2, 2))]
+    got = encoded(tmp_path, config, *rows)
+    assert [got.places[i] for i in range(len(got))] == [f"{tmp_path}/rows.jsonl:{n}" for n in (1, 2)]
+    assert (got.report.kept, got.report.cut, got.report.rows) == (2, 1, 4)
+
+
 def test_the_end_of_a_text_counts(tmp_path: Path) -> None:
     """TRL adds it, and its reward trainer left a row out that was too long with it."""
     row = {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}

@@ -154,7 +154,7 @@ def _mixed_column(examples: Sequence[dict[str, Any]], places: Places) -> str:
     return ""
 
 
-# What TRL wants of a row, or None where cutting it would leave nothing of its answer; how many tokens it has at most
+# What TRL wants of a row, or None where cutting it would leave too little of it; how many tokens it has at most
 # and the one of the largest number, or why it cannot be used.
 Example = tuple[dict[str, Any] | None, tuple[int, int] | str]
 
@@ -192,8 +192,7 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
                 yield row, (None, str(problem))
             else:
                 length, largest = max(map(len, each)), max(token for tokens in each for token in tokens or [0])
-                cut = length > config.max_length and config.truncation == "right"
-                lost = cut and _question(example, row, template, tokenizer) >= config.max_length
+                lost = length > config.max_length and _loses(config, example, row, length, template, tokenizer)
                 yield row, (None if lost else example, (length, largest))
 
     yield from walk(rows, made, as_many_as_help(config.workers))
@@ -221,11 +220,22 @@ def _tokens(
     return tokenizer(ended)["input_ids"]  # type: ignore[no-any-return]
 
 
+def _loses(config: RlhfConfig, example: dict[str, Any], row: Any, length: int, template: Any, tokenizer: Any) -> bool:
+    """Whether cutting a row of so many tokens leaves nothing of its answer, or of its question, without which gkd's
+    trainer ends the run."""
+    if config.truncation == "right":
+        return _question(example, row, template, tokenizer) >= config.max_length
+    if config.truncation == "left" and config.rlhf_type == "gkd":
+        return length - _question(example, row, template, tokenizer) >= config.max_length
+    return False
+
+
 def _question(example: dict[str, Any], row: Any, template: Any, tokenizer: Any) -> int:
     """Tokens before the answer."""
     if row.kind != "chat":
         return len(tokenizer(example["prompt"])["input_ids"])
-    text = template.render(example["prompt"], prompt=True, tools=row.extra.get("tools"))
+    before = example["prompt"] if "prompt" in example else example["messages"][:-1]
+    text = template.render(before, prompt=True, tools=row.extra.get("tools"))
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
