@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,19 @@ def test_means_over_rows_do_not_depend_on_the_micro_batch(rlhf, kind: str) -> No
     each, four = (evaluated(rlhf, kind, 1, micro) for micro in (2 if kind == "kto" else 1, 4))
     for name in BY_ROW[kind]:
         assert four[name] == pytest.approx(each[name], rel=1e-4, abs=1e-5), name
+
+
+def test_a_margin_is_told_where_no_micro_batch_has_good_and_bad_answers(
+    rlhf, files: dict[str, Path], tmp_path: Path
+) -> None:
+    """TRL tells one of a micro-batch that has both, and --keep-best --best-metric rewards/margins found none."""
+    rows = files["judged"].read_text().splitlines(keepends=True)[:4]
+    (tmp_path / "sorted.jsonl").write_text("".join(sorted(rows, key=lambda row: '"label": true' in row)))
+    options = [*COMMON, *ALGORITHMS["kto"], "--val-dataset", str(tmp_path / "sorted.jsonl")]
+    shape = {"max_steps": 1, "learning_rate": 0.0, "stage": 0}
+    found = rlhf(1, [{"per_device_batch_size": micro, **shape} for micro in (2, 4)], *options)
+    two, four = (records[-1]["eval_rewards/margins"] for records in found)
+    assert two == pytest.approx(four, abs=1e-6)
 
 
 @pytest.mark.parametrize("when", [{}, {"eval_steps": 1}])

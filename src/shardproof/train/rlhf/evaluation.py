@@ -49,7 +49,8 @@ def evaluate_rows(trainer: Any, loader: DataLoader[Any], prefix: str) -> EvalLoo
     trainer._meet()  # ranks that are not through yet may want slices of this one
     means = _across(sums)
     loss = means.pop("loss")
-    if "rewards/margins" in means:  # of kto's, which are of other rows each, no mean of differences is one
+    if means.keys() >= {"rewards/chosen", "rewards/rejected"}:
+        # Those of kto are of other rows each: no mean of differences is one, and a micro-batch may lack one kind.
         means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
     for figures in _figures(trainer):
         figures.update({name: [mean] for name, mean in means.items()})
