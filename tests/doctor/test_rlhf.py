@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from doctor.test_doctor import CUT
+from shardproof.cli.verify import RlhfVerifyConfig, taken_at_once
 from shardproof.doctor.checks import rlhf_checks
 from shardproof.train.options.rlhf_config import RlhfConfig
 from train.rlhf.conftest import files, models  # noqa: F401
@@ -79,6 +80,16 @@ def done(argv, commands, tmp_path_factory):
             ("verify", ["verify", *argv("dpo"), "--learning-rate", "1e-3", "--steps", "2"]),
         ]
     )
+
+
+@pytest.mark.parametrize(("shares", "at_once"), [(1, 8), (2, 4), (4, 2)])
+def test_one_process_takes_at_once_what_the_ranks_do(shares: int, at_once: int) -> None:
+    """Processes that share a row take it once; kto was said to differ there."""
+    options = {"model": "x", "dataset": ["x"], "nproc": 4, "per_device_batch_size": 2, "sequence_parallel": shares}
+    config = RlhfVerifyConfig(rlhf_type="kto", **options)
+    assert taken_at_once(config, config.batch(4)) == {"sequence_parallel": 1, "per_device_batch_size": at_once}
+    pairs = RlhfVerifyConfig(rlhf_type="dpo", **options)
+    assert taken_at_once(pairs, pairs.batch(4)) == {"sequence_parallel": 1}
 
 
 def checks_of(run) -> dict[str, dict]:

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardproof.cli import options
 from shardproof.cli.precision import check_devices
@@ -34,6 +34,21 @@ def parser() -> options.Parser:
     return made
 
 
+def taken_at_once(config: Any, batch: Any) -> dict[str, int]:
+    """Options by which one process takes the rows at once that ranks do, where a loss is of all of them.
+
+    Raises:
+        ConfigError: runs of this kind cannot be compared.
+    """
+    together, of_all = {"sequence_parallel": 1}, config.recipe == "embedding"  # a row's negatives are those of all
+    if isinstance(config, RlhfVerifyConfig):
+        from shardproof.doctor.checks.rlhf_checks import TOGETHER, check_verifiable
+
+        check_verifiable(config)
+        of_all = config.rlhf_type in TOGETHER
+    return together | ({"per_device_batch_size": batch.micro * batch.readers} if of_all else {})
+
+
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
     from shardproof.cli.hub import run_is_here
@@ -46,15 +61,7 @@ def run(argv: Sequence[str]) -> int:
     check_devices(config.nproc)
     recipe = recipe_of(config)
     batch = recipe.check(config, config.nproc)
-    together = {"sequence_parallel": 1}
-    if isinstance(config, RlhfVerifyConfig):
-        from shardproof.doctor.checks.rlhf_checks import TOGETHER, check_verifiable
-
-        check_verifiable(config)
-        if config.rlhf_type in TOGETHER:  # one process takes at once what the ranks take at once
-            together["per_device_batch_size"] = batch.micro * config.nproc
-    if config.recipe == "embedding":  # likewise: the negatives of a row are those of all ranks
-        together["per_device_batch_size"] = batch.micro * config.nproc
+    together = taken_at_once(config, batch)
     before_imports(run_is_here(config), config.verbose)
     rows, _ = recipe.read(config)
     launch.use_threads(1)  # a pool of OpenMP threads does not survive a fork
