@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardproof.checkpoint.manifest import Manifest
+from shardproof.checkpoint.manifest import Manifest, Tensor
 from shardproof.checkpoint.parts import Part
 from shardproof.checkpoint.storage import dtype_name
 from shardproof.errors import CheckpointError
@@ -249,7 +249,7 @@ def prepare_optimizer(
         if not full_name.startswith(STATE) or name not in trained:
             continue
         p = model.params[name]
-        dtype = getattr(torch, tensor.dtype)
+        dtype = _dtype_of_state(tensor.dtype, manifest.tensors.get(MODEL + name), p)
         if id(p) in whole:
             if owned is None or id(p) in owned:
                 value = state.setdefault(name, {})[key] = torch.empty(tensor.shape, dtype=dtype, device=p.flat.device)
@@ -260,6 +260,13 @@ def prepare_optimizer(
         parts.append(_part(full_name, p, local))
         state.setdefault(name, {})[key] = local if p.flat.engine.sharded else local.view(p.shape)
     return state, parts
+
+
+def _dtype_of_state(saved: str, weights: Tensor | None, p: ShardedParameter) -> torch.dtype:
+    """State that had its parameter's dtype has it here, too: masters may be in fp32 now (torch casts as well)."""
+    here = p.flat.locals[p.index].dtype
+    followed = weights is not None and weights.dtype == saved
+    return here if followed and here.is_floating_point else getattr(torch, saved)
 
 
 def _check_class(optimizer: Optimizer, shared: dict[str, Any], folder: Any) -> None:
@@ -321,7 +328,14 @@ def adopt_optimizer(
                 optimizer.state[p] = own
             else:
                 optimizer.state.pop(p, None)
+    _as_its_class_wants(unwrapped(optimizer))
     with_modes(optimizer)
+
+
+def _as_its_class_wants(optimizer: Optimizer) -> None:
+    """What `load_state_dict` ends with: classes of torch make a tensor of a number of steps (DeepSpeed's Adams count in
+    an int), and add what their groups lack."""
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
 def _placed(key: str, value: Any, group: dict[str, Any], p: ShardedParameter) -> Any:
