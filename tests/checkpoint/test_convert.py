@@ -10,19 +10,17 @@ import shutil
 import socket
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 
 import shardproof
 from checkpoint.foreign import BATCH, Small, adamw, mean, rows
+from checkpoint.test_convert_distributed import one_step, save_distributed
 from shardproof.checkpoint.convert import convert
 
 Run = Callable[..., list[Any]]
@@ -202,6 +200,61 @@ def test_a_script_with_deepspeeds_names_goes_on(run2: Run, foreign: Path, tmp_pa
         assert steps == 6
 
 
+def edited(file: Path, change: Callable[[Any], Any]) -> None:
+    state = torch.load(file, weights_only=False)
+    change(state)
+    torch.save(state, file)
+
+
+def test_client_state_under_our_names_is_the_users(run2: Run, foreign: Path, tmp_path: Path) -> None:
+    """`client_state={"step": step}` is how DeepSpeed's tutorial saves; a number of its own was given instead."""
+    there = shutil.copytree(source_of(foreign, "zero2"), tmp_path / "there")
+    theirs = {"step": 1234, "scheduler": "mine", "odd": Small}
+    edited(there / "global_step3" / "mp_rank_00_model_states.pt", lambda state: state.update(theirs))
+    assert convert(there, tmp_path / "global_step3")[1] == ["odd"]
+    for _, state, steps in run2(under_our_names, str(tmp_path), 3):
+        assert state == {"epoch": 4, "step": 1234, "scheduler": "mine"}
+        assert steps == 6
+    values = shardproof.load(shardproof.shard(Small(), 0), None, tmp_path / "global_step3")
+    assert (values["step"], values["client_state"]["step"]) == (3, 1234)
+
+
+@pytest.mark.parametrize("kind", ["zero2", "zero3"])
+def test_names_of_a_compiled_model_are_those_of_the_model(foreign: Path, tmp_path: Path, kind: str) -> None:
+    there = shutil.copytree(source_of(foreign, kind), tmp_path / "there")
+    before = "_orig_mod.{}".format
+
+    def compiled(state: Any) -> None:
+        for key in ("module", "shared_params", "frozen_param_shapes", "frozen_param_fragments"):
+            state[key] = {before(name): value for name, value in state[key].items()}
+        state["param_shapes"] = [{before(name): shape for name, shape in g.items()} for g in state["param_shapes"]]
+        state["buffer_names"] = [before(name) for name in state["buffer_names"]]
+
+    for file in there.glob("*/*_model_states.pt"):
+        edited(file, compiled)
+    convert(there, tmp_path / "ours")
+    expected = json.loads((foreign / kind / "losses.json").read_text())
+    assert goes_on(str(tmp_path / "ours"), 0) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("what", ["optim", "model"])
+def test_files_of_ranks_that_are_of_two_steps_are_refused(foreign: Path, tmp_path: Path, what: str) -> None:
+    """At stage 3 nothing else tells: each rank has its own part of the masters."""
+    there = shutil.copytree(source_of(foreign, "zero3"), tmp_path / "there")
+
+    def later(state: Any) -> None:
+        if what == "model":
+            state["global_steps"] += 1
+        else:
+            for own in state["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
+                own["step"] += 1
+
+    edited(next(there.glob(f"*/zero_pp_rank_1_*_{what}_states.pt")), later)
+    with pytest.raises(shardproof.CheckpointError, match=f"the {what}[a-z]* states of rank 1 are of another step"):
+        convert(there, tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
 def test_the_command_says_what_it_found(foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the folder of a checkpoint of transformers' Trainer, whose state and scheduler come along."""
     from shardproof.cli.main import main
@@ -309,56 +362,6 @@ def test_a_damaged_file_of_a_trainer_is_refused_by_name(foreign: Path, tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
-def one_step() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    scheduler.step()
-    return model, optimizer, scheduler
-
-
-def save_distributed(folder: Path, state: dict[str, Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(state, checkpoint_id=str(folder), no_dist=True)
-
-
-def test_values_beside_the_model_are_nested_as_they_were_saved(tmp_path: Path) -> None:
-    """torch.distributed.checkpoint writes one entry for each leaf, and numbers that are keys as texts."""
-    model, optimizer, scheduler = one_step()
-    weights, state = get_state_dict(model, optimizer)
-    extra = {"list": [1, 2], "a.b": {"t": torch.ones(2)}, "rows": [{"at": 1}, torch.zeros(1)], "odd": {"x": Small}}
-    everything = {"model": weights, "optimizer": state, "scheduler": scheduler.state_dict(), "extra": extra, "n": 7}
-    save_distributed(tmp_path / "there", everything)
-    assert convert(tmp_path / "there", tmp_path / "ours")[1] == ["extra.odd.x"]
-    again = shardproof.shard(torch.nn.Linear(4, 4), 0)
-    other = torch.optim.AdamW(again.parameters(), lr=1e-2)
-    goes_on = torch.optim.lr_scheduler.MultiStepLR(other, [1])
-    values = shardproof.load(again, other, tmp_path / "ours", scheduler=goes_on)
-    assert goes_on.state_dict() == scheduler.state_dict()
-    assert values.keys() == {"extra", "n"}
-    assert values["n"] == 7
-    assert values["extra"].keys() == {"list", "a.b", "rows"}
-    assert values["extra"]["list"] == [1, 2]
-    assert values["extra"]["a.b"]["t"].tolist() == [1.0, 1.0]
-    assert values["extra"]["rows"] == [{"at": 1}, torch.zeros(1)]
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_an_optimizer_that_was_saved_without_names_or_groups_is_refused(tmp_path: Path, flat: bool) -> None:
-    """`optimizer.state_dict()` numbers its parameters; flatten_optimizer_state_dict forgets the groups."""
-    model, optimizer, _ = one_step()
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state = get_optimizer_state_dict(model, optimizer, options=options) if flat else optimizer.state_dict()
-    save_distributed(tmp_path / "there", {"model": model.state_dict(), "optimizer": state})
-    what = "groups of the optimizer" if flat else "saved without the names of its parameters"
-    with pytest.raises(shardproof.CheckpointError, match=rf"{what}.*get_optimizer_state_dict\(model, optimizer\)"):
-        convert(tmp_path / "there", tmp_path / "ours")
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
-
-
 def test_a_place_that_cannot_be_written_to_is_told_in_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,6 +390,10 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         convert(tmp_path / "empty", tmp_path / "ours")
     with pytest.raises(shardproof.CheckpointError, match="nothing does not exist"):
         convert(tmp_path / "nothing", tmp_path / "ours")
+    (tmp_path / "zero0").mkdir()
+    torch.save({"module": {}, "param_shapes": None}, tmp_path / "zero0" / "mp_rank_00_model_states.pt")
+    with pytest.raises(shardproof.CheckpointError, match="zero0 was not written by ZeRO"):
+        convert(tmp_path / "zero0", tmp_path / "ours")
     (tmp_path / "model.pt").write_bytes(b"")
     with pytest.raises(shardproof.CheckpointError, match=r"model.pt is a file\. Known are folders"):
         convert(tmp_path / "model.pt", tmp_path / "ours")

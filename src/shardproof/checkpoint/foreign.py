@@ -9,6 +9,7 @@ convert only what you trust.
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,13 @@ import torch
 from shardproof.checkpoint.contents import STATE
 from shardproof.checkpoint.parts import Part
 from shardproof.errors import CheckpointError
+
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
+
+
+def own_name(name: str) -> str:
+    """A parameter's name in the model itself, without what `torch.compile`, FSDP and checkpointing put before it."""
+    return _WRAPPERS.sub("", name).lstrip(".")
 
 
 @dataclass

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from shardproof.checkpoint.contents import MODEL
-from shardproof.checkpoint.foreign import Found, read_pickle
+from shardproof.checkpoint.foreign import Found, own_name, read_pickle
+from shardproof.checkpoint.values import to_bytes
 from shardproof.errors import CheckpointError
 
 # What DeepSpeed itself writes beside the model; the rest is the user's (`client_state`).
@@ -21,6 +22,7 @@ _DEEPSPEED = set(
     "mp_world_size ds_config ds_version checkpoint_parallel_dimensions".split()
 )
 
+_OURS = {"step", "counters", "scheduler", "client_state"}  # names of values that are written here
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -60,7 +62,7 @@ def _read(folder: Path) -> Found:
     by_number = lambda file: [int(number) for number in re.findall(r"\d+", file.name)]  # noqa: E731
     files = sorted(folder.glob("*_optim_states.pt"), key=by_number)
     optimizers = [read_pickle(file)["optimizer_state_dict"] for file in files]
-    models = [read_pickle(file) for file in sorted(folder.glob("*_model_states.pt"), key=by_number)]
+    models = [_named(read_pickle(file)) for file in sorted(folder.glob("*_model_states.pt"), key=by_number)]
     # DeepSpeed's optimizer for bf16, which it takes at stage 1, leaves the stage out.
     if not optimizers or not {"zero_stage", "param_slice_mappings"} & optimizers[0].keys():
         raise CheckpointError(f"{folder} was not written by ZeRO: there is no optimizer state of stages 1 to 3 in it.")
@@ -72,6 +74,7 @@ def _read(folder: Path) -> Found:
     ranks = max(count) if isinstance(count, list) else int(count)
     if len(optimizers) != ranks:
         raise CheckpointError(f"{folder} was written by {ranks} ranks, and there are files of {len(optimizers)}.")
+    _check_steps(folder, optimizers, models)
     stage = 3 if "fp32_flat_groups" in optimizers[0] else 2
     if stage == 3 and len(models) != ranks:
         raise CheckpointError(f"{folder} was written by {ranks} ranks, and there are model states of {len(models)}.")
@@ -86,12 +89,51 @@ def _read(folder: Path) -> Found:
         raise CheckpointError(f"{folder}: {error}") from None
     for name in models[0]["buffer_names"]:
         found.add(MODEL + name, models[0]["module"][name].shape, 0, models[0]["module"][name])
-    found.values = {name: value for name, value in models[0].items() if name not in _DEEPSPEED}
+    client = {name: value for name, value in models[0].items() if name not in _DEEPSPEED}
+    found.values = dict(client)
+    if _OURS & client.keys():  # of those names the values below are ours; the user's are whole under this one
+        found.values["client_state"] = {name: value for name, value in client.items() if _can_be_kept(name, value)}
     found.values["step"] = models[0]["global_steps"]
     found.values["counters"] = {name: models[0][name] for name in _COUNTERS if name in models[0]}
     if models[0].get("lr_scheduler") is not None:
         found.values["scheduler"] = models[0]["lr_scheduler"]
     return found
+
+
+def _named(model: Any) -> Any:
+    """A file of model states with the model's own names: `torch.compile` has put something before them."""
+    for key in ("module", "frozen_param_shapes", "frozen_param_fragments", "shared_params"):
+        if isinstance(entries := model.get(key), dict):
+            model[key] = {own_name(name): value for name, value in entries.items()}
+    if model.get("param_shapes"):
+        model["param_shapes"] = [{own_name(name): shape for name, shape in g.items()} for g in model["param_shapes"]]
+    if model.get("buffer_names"):
+        model["buffer_names"] = [own_name(name) for name in model["buffer_names"]]
+    return model
+
+
+def _can_be_kept(name: str, value: Any) -> bool:
+    try:
+        to_bytes(name, value)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _check_steps(folder: Path, optimizers: list[Any], models: list[Any]) -> None:
+    """Raise CheckpointError where the files of ranks are not of the same step."""
+    counts = []
+    for state in optimizers:
+        base = state.get("optimizer_state_dict") or state.get("base_optimizer_state")
+        own = base.get("state", {}) if isinstance(base, dict) else {}
+        counts.append(sorted({int(values["step"]) for values in own.values() if "step" in values}))
+    for what, steps in (("optimizer", counts), ("model", [model.get("global_steps") for model in models])):
+        other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
+        if other is not None:
+            raise CheckpointError(
+                f"{folder} holds files of two checkpoints: the {what} states of rank {other} are of another step than "
+                "those of rank 0. Take all files from where they were written."
+            )
 
 
 def _zero2(found: Found, optimizers: list[Any], model: Any, shapes: list[OrderedDict[str, Any]]) -> None:

@@ -17,11 +17,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from shardproof.checkpoint.contents import MODEL, STATE
-from shardproof.checkpoint.foreign import Found, reason_of
+from shardproof.checkpoint.foreign import Found, own_name, reason_of
 from shardproof.checkpoint.saving import told_plainly
 from shardproof.errors import CheckpointError
-
-_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
 
 
 class _Reading(DefaultLoadPlanner):
@@ -69,7 +67,14 @@ def read_distributed(folders: list[Path], scratch: Path) -> Found:
     found, entries = Found("torch.distributed.checkpoint"), {}
     paths: dict[str, tuple[str | int, ...]] = {}
     for number, folder in enumerate(folders):
-        entries.update(_entries(folder, scratch / str(number), paths, found.lost))
+        more = _entries(folder, scratch / str(number), paths, found.lost)
+        if twice := next((name for name in more if name in entries), None):
+            raise CheckpointError(
+                f"{folder.parent} holds more than one checkpoint, or states of more than one model: '{twice}' is in "
+                f"{folder.name}, and in another of {', '.join(one.name for one in folders)}. Name the folder of one, "
+                "or move those aside that do not belong to it."
+            )
+        entries.update(more)
     optimizer = {name.partition(".param_groups.")[0] for name in entries if ".param_groups." in name}
     prefix = next(iter(optimizer), "")
     candidates = (f"{prefix.rpartition('.')[0]}.model.".lstrip("."), "model.")
@@ -79,15 +84,15 @@ def read_distributed(folders: list[Path], scratch: Path) -> Found:
             f"{folders[0]} holds no state dict under 'model', or more than one optimizer. It begins with "
             f"{', '.join(list(entries)[:5])}."
         )
+    _check_not_bare(folders[0], entries, paths, model)
     groups: dict[str, dict[str, Any]] = {}
     values: dict[str, Any] = {}
     for name, value in entries.items():
         if name.startswith(model):
-            own = _WRAPPERS.sub("", name.removeprefix(model)).lstrip(".")
-            found.add(MODEL + own, value.shape, 0, value)
+            found.add(MODEL + own_name(name.removeprefix(model)), value.shape, 0, value)
         elif prefix and name.startswith(f"{prefix}.state."):
             own, _, key = name.removeprefix(f"{prefix}.state.").rpartition(".")
-            own = _WRAPPERS.sub("", own).lstrip(".")
+            own = own_name(own)
             if isinstance(value, torch.Tensor) and value.dim():
                 found.add(f"{STATE}{own}.{key}", value.shape, 0, value)
             else:
@@ -103,6 +108,18 @@ def read_distributed(folders: list[Path], scratch: Path) -> Found:
     return found
 
 
+def _check_not_bare(folder: Path, entries: dict[str, Any], paths: dict[str, Any], model: str) -> None:
+    """Raise CheckpointError for a state dict at the top whose names begin with `model.` as well, but not all."""
+    tensors = [name for name, value in entries.items() if isinstance(value, torch.Tensor)]
+    bare = [name for name in tensors if len(paths.get(name, ())) == 1]
+    beside = next((name for name in bare if not name.startswith(model)), None)
+    if beside and any(name.startswith(model) for name in bare):
+        raise CheckpointError(
+            f"{folder} holds a model's tensors at its top ('{beside}' beside those under '{model}'), where nothing "
+            "tells them from other values. Save {'model': get_model_state_dict(model)} where it was written."
+        )
+
+
 def _named_groups(groups: dict[str, dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """Raises CheckpointError where it is not told which parameter is which, or which of them make up a group."""
     problem = ""
@@ -116,7 +133,7 @@ def _named_groups(groups: dict[str, dict[str, Any]], folder: Path) -> list[dict[
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) under 'optimizer'."
         )
     for group in groups.values():
-        group["params"] = [_WRAPPERS.sub("", name).lstrip(".") for name in group["params"]]
+        group["params"] = [own_name(name) for name in group["params"]]
     return [groups[number] for number in sorted(groups, key=int)]
 
 
