@@ -71,6 +71,21 @@ def test_steps_that_an_optimizer_of_others_counts_in_a_number(tmp_path: Path) ->
     assert torch.equal(again.weight, model.weight)
 
 
+def test_adam_without_its_bias_correction_is_refused(tmp_path: Path) -> None:
+    """DeepSpeed's Adams can leave it out, and torch's cannot: their steps would be others."""
+    model, optimizer, _ = one_step()
+    for on in (True, False):
+        optimizer.param_groups[0]["bias_correction"] = on
+        weights, state = get_state_dict(model, optimizer)
+        save_distributed(tmp_path / f"there-{on}", {"model": weights, "optimizer": state})
+        convert(tmp_path / f"there-{on}", tmp_path / f"ours-{on}")
+    again = shardproof.shard(torch.nn.Linear(4, 4), 0)
+    other = torch.optim.AdamW(again.parameters(), lr=1e-2)
+    with pytest.raises(shardproof.CheckpointError, match="without Adam's bias correction"):
+        shardproof.load(again, other, tmp_path / "ours-False")
+    shardproof.load(again, other, tmp_path / "ours-True")
+
+
 def test_a_model_all_in_bf16_goes_on_with_masters_in_fp32(tmp_path: Path) -> None:
     """Its moments are in bf16, too: torch's step wants them in the dtype of the parameter."""
     model = torch.nn.Linear(4, 4).bfloat16()

@@ -283,6 +283,12 @@ def _check_class(optimizer: Optimizer, shared: dict[str, Any], folder: Any) -> N
             f"state. Go on with {there or 'the one that was saved'}, or load the weights alone and let {here} begin "
             "anew: shardproof.load(model, None, path)."
         )
+    if "bias_correction" not in own.defaults and any(not g.get("bias_correction", True) for g in shared["groups"]):
+        raise CheckpointError(
+            f"The optimizer in {folder} steps without Adam's bias correction (DeepSpeed's bias_correction=False), "
+            f"and {here} always corrects. Load the weights alone and let {here} begin anew: "
+            "shardproof.load(model, None, path)."
+        )
 
 
 def take_local_state(
