@@ -128,11 +128,13 @@ def _check_steps(folder: Path, optimizers: list[Any], models: list[Any]) -> None
         own = base.get("state", {}) if isinstance(base, dict) else {}
         counts.append(sorted({int(values["step"]) for values in own.values() if "step" in values}))
     for what, steps in (("optimizer", counts), ("model", [model.get("global_steps") for model in models])):
-        other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
+        known = {rank: step for rank, step in enumerate(steps) if step not in (None, [])}
+        first = next(iter(known), 0)
+        other = next((rank for rank, step in known.items() if step != known[first]), None)
         if other is not None:
             raise CheckpointError(
                 f"{folder} holds files of two checkpoints: the {what} states of rank {other} are of another step than "
-                "those of rank 0. Take all files from where they were written."
+                f"those of rank {first}. Take all files from where they were written."
             )
 
 
