@@ -264,11 +264,9 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> dict[str, in
     Raises:
         ConfigError: a step would see other rows, or the optimizer is another one.
     """
-    file = start / RUN
-    if not file.is_file():
+    if not (said := _said_by(start)):
         return None
-    unsaid = {"group_by_length": False, "drop_last": False}  # in what earlier releases wrote
-    saved = unsaid | json.loads(file.read_text(encoding="utf-8"))
+    saved = {"group_by_length": False, "drop_last": False} | said  # which earlier releases did not write
     here = json.loads(order[RUN])
     _check_options(start, here.pop("options"), saved.get("options", {}))
     here.pop(DEALT)  # see dealt.py
@@ -305,9 +303,14 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> dict[str, in
 
 def day_of_run(start: Path) -> date | None:
     """The day that the rows of the run say which wrote a checkpoint; None of an earlier release."""
-    file = start / RUN
-    saved = json.loads(file.read_text(encoding="utf-8")).get(DAY) if file.is_file() else None
+    saved = _said_by(start).get(DAY)
     return date.fromisoformat(saved) if saved else None
+
+
+def _said_by(start: Path) -> dict[str, Any]:
+    """What the run that wrote a checkpoint said of its rows and options, if it did."""
+    file = start / RUN
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
 def _check_options(start: Path, here: dict[str, Any], saved: dict[str, Any]) -> None:
