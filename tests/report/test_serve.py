@@ -85,6 +85,18 @@ def test_other_machines_only_where_that_is_asked_for(folder: Path, capsys: pytes
     assert "--anybody" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (["--port", "70000"], "error: --port 70000 of 127.0.0.1 cannot be used: a port is a number from 0 to 65535.\n"),
+        (["--host", "203.0.113.7", "--anybody"], "error: --host 203.0.113.7 cannot be used: Cannot assign"),
+    ],
+)
+def test_where_it_cannot_listen_is_told(folder: Path, options: list[str], told: str, capsys) -> None:
+    assert main(["watch", str(folder), *options]) == 2
+    assert capsys.readouterr().err.startswith(told)
+
+
 def test_ctrl_c_ends_it_without_a_word(folder: Path) -> None:
     command = [sys.executable, "-m", "shardproof", "watch", str(folder), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

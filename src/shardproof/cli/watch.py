@@ -17,6 +17,7 @@ DESCRIPTION = (
     """Serve the page of 'shardproof report' on this machine; it follows the run while it trains. Ctrl-C ends."""
 )
 PORT = 7007
+MOST = 65535
 
 
 def parser() -> Parser:
@@ -66,10 +67,15 @@ def run(argv: Sequence[str]) -> int:
 def _server(folders: Any, host: str, port: int | None, anybody: bool) -> Any:
     from shardproof.report.serve import PageServer
 
+    if port is not None and not 0 <= port <= MOST:
+        raise ConfigError(f"--port {port} of {host} cannot be used: a port is a number from 0 to {MOST}.")
     try:
-        return PageServer(folders, host, PORT if port is None else port, anybody)
-    except (OSError, OverflowError) as error:
-        if port is None and isinstance(error, OSError) and not isinstance(error, PermissionError):
+        try:
+            return PageServer(folders, host, PORT if port is None else port, anybody)
+        except OSError:
+            if port is not None:
+                raise
             return PageServer(folders, host, 0, anybody)
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--port {port} of {host} cannot be used: {reason}. Name another one.") from error
+    except OSError as error:
+        what = f"--host {host}" if port is None else f"--port {port} of {host}"
+        raise ConfigError(f"{what} cannot be used: {error.strerror or error}. Name another one.") from error
