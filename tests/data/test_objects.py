@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shardproof.data.forms.formats import normalise
+from shardproof.data.forms.matches import Matches
 from shardproof.data.forms.objects import PLACED, Box
 from shardproof.data.forms.parts import Problem
 from shardproof.data.forms.preferences import PAIRS, PROMPTS
@@ -118,3 +119,10 @@ def test_a_prompt_leaves_boxes_to_its_reward() -> None:
         PROMPTS.normalise({**row, "objects": {"bbox": [[1, 2]]}}, None)
     with pytest.raises(Problem, match="in a plain text"):
         PROMPTS.normalise({"prompt": "find <ref-object>", "objects": OBJECTS}, None)
+
+
+def test_what_is_found_or_ranked_has_no_places() -> None:
+    row = {**ASKED, "positive": "at <bbox>", "negative": "nowhere", "objects": {"ref": ["a dog"], "bbox": []}}
+    for found in (row, {**row, "positive": "there", "negative": ["no", "<bbox>"]}):
+        with pytest.raises(Problem, match="<bbox> stands for one of 'objects' in a text that is to be found or ranked"):
+            Matches(several=True, files=True)(found)

@@ -81,7 +81,8 @@ class Matches:
         texts = all(isinstance(one, str) for some in found.values() for one in some)
         if not self.files and (has_files(messages) or not texts):
             raise Problem("it has files, and this task takes text only")
-        check_filled(record, [turn for some in found.values() for one in some for turn in turns_of_found(one)])
+        turns = [turn for some in found.values() for one in some for turn in turns_of_found(one)]
+        check_filled(record, turns, "a text that is to be found or ranked")
         if self.needed:
             self._check(record, found)
         label = None if record.get(LABEL) is None else self._label(record[LABEL])

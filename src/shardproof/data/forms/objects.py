@@ -60,13 +60,17 @@ def placed(record: Mapping[str, Any], messages: list[dict[str, Any]], spare: boo
     ]
 
 
-def check_filled(record: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise Problem for places of objects in turns that `placed` has not seen, whose marks would be learnt."""
+def check_filled(
+    record: Mapping[str, Any],
+    messages: Sequence[Mapping[str, Any]],
+    where: str = "a plain text or a rejected answer",
+) -> None:
+    """Raise Problem for places of objects in turns that `placed` has not seen, whose marks would be learnt; `where` is
+    what these are."""
     unseen = "".join(text_of(turn["content"]) for turn in messages if PLACED not in turn)
     if record.get(OBJECTS) and (place := PLACE.search(unseen)):
         raise Problem(
-            f"{place[0]} stands for one of '{OBJECTS}' in a plain text or a rejected answer, where none is filled in:"
-            " write it as the model does"
+            f"{place[0]} stands for one of '{OBJECTS}' in {where}, where none is filled in: write it as the model does"
         )
 
 
