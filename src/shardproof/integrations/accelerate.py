@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 try:
     import accelerate
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DDPCommunicationHookType, DistributedType
     from accelerate.utils.modeling import convert_file_size_to_int
 except ImportError as error:  # pragma: no cover - told to the user
     raise ConfigError(
@@ -51,7 +51,8 @@ class Accelerator(accelerate.Accelerator):
             gathered in bf16 and float32 masters; plugins for other engines are refused.
 
     Raises:
-        ConfigError: a plugin for, or a launcher that asks for, DeepSpeed, FSDP, Megatron or another parallelism.
+        ConfigError: a plugin for, or a launcher that asks for, DeepSpeed, FSDP, Megatron or another parallelism; a hook
+            of DDP's that reduces gradients otherwise.
     """
 
     def __init__(self, *args: Any, stage: int = 3, shard_options: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -69,6 +70,7 @@ class Accelerator(accelerate.Accelerator):
             )
         if self.mixed_precision == "fp8":
             raise ConfigError("Accelerator(mixed_precision='fp8') is not built here. Use 'bf16'.")
+        _refuse_hook(self.ddp_handler)
         self.stage = stage
         self.shard_options = shard_options or {}
 
@@ -305,6 +307,19 @@ class Accelerator(accelerate.Accelerator):
         finally:
             for name, value in before.items():
                 setattr(self, name, value)
+
+
+def _refuse_hook(handler: Any) -> None:
+    """Refuse what changes the gradients of DDP. All else of `DistributedDataParallelKwargs` says how DDP does the same,
+    and has nothing to do here."""
+    hook = getattr(handler, "comm_hook", DDPCommunicationHookType.NO)
+    if hook != DDPCommunicationHookType.NO:
+        raise ConfigError(
+            f"DistributedDataParallelKwargs(comm_hook={hook.name}) is for DDP, and no model is wrapped in it here. "
+            "Leave it out.\nTo add gradients over processes in bf16, call "
+            "shardproof.shard(model, stage, mixed_precision=..., device=accelerator.device) before prepare, "
+            "with shardproof.MixedPrecision(compute=torch.float32, reduce=torch.bfloat16)."
+        )
 
 
 def _is_sharded(model: nn.Module) -> bool:

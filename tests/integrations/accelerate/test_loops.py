@@ -5,6 +5,7 @@ The reference is the same loop on Accelerate's own Accelerator, as it stands, in
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -413,6 +414,20 @@ def test_other_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         Accelerator(fsdp_plugin=object())
     with pytest.raises(EngineError, match="stage=4 does not exist"):
         Accelerator(stage=4).prepare(torch.nn.Linear(1, 1))
+    fresh()
+
+
+@pytest.mark.parametrize(("hook", "asks"), [("FP16", True), ("POWER_SGD", True), ("NO", False)])
+def test_hooks_of_ddp_that_reduce_otherwise_are_refused(hook: str, asks: bool) -> None:
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+    from shardproof.integrations.accelerate import Accelerator
+
+    fresh()
+    handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType[hook], find_unused_parameters=True)
+    told = pytest.raises(ConfigError, match=rf"comm_hook={hook}.*Leave it out") if asks else contextlib.nullcontext()
+    with told:
+        Accelerator(kwargs_handlers=[handler])
     fresh()
 
 
