@@ -21,7 +21,7 @@ from torch import nn
 
 import shardproof
 from shardproof.errors import ConfigError
-from shardproof.integrations.prepared import check_processes, meeting_first, stepping
+from shardproof.integrations.prepared import check_processes, filled_up, meeting_first, stepping
 from shardproof.integrations.saved import adapters_of, saved_names, state_dict_of
 from shardproof.integrations.weights import places_of_entries, stream_weights
 
@@ -158,7 +158,7 @@ class Accelerator(accelerate.Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         self._meet()
-        return super().gather_for_metrics(input_data, use_gather_object)
+        return super().gather_for_metrics(filled_up(self, input_data), use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         self._meet()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -187,6 +188,47 @@ def meeting_first(loader: Any, meet: Callable[[], None]) -> Any:
     changed = type(kind.__name__, (kind,), {"__iter__": batches, "meets": True})
     object.__dict__["__class__"].__set__(loader, changed)  # the loader's own `__class__` is that of the one inside
     return loader
+
+
+def meeting_before(accelerator: Any, meet: Callable[[], None]) -> None:
+    """Have a trainer's accelerator call `meet` before it talks to all ranks: one that gathers lends its slices to
+    nobody, and a callback of another may be at work. Methods are replaced on this accelerator."""
+    prepare, gather = accelerator.prepare_data_loader, accelerator.gather_for_metrics
+
+    def met(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        meet()
+        return collective(*args, **kwargs)
+
+    accelerator.prepare_data_loader = lambda *args, **kwargs: meeting_first(prepare(*args, **kwargs), meet)
+    for name in ("gather", "reduce", "pad_across_processes", "wait_for_everyone"):
+        setattr(accelerator, name, functools.partial(met, getattr(accelerator, name)))
+    accelerator.gather_for_metrics = lambda rows, *args, **kwargs: gather(filled_up(accelerator, rows), *args, **kwargs)
+
+
+def filled_up(accelerator: Any, rows: Any) -> Any:
+    """What `gather_for_metrics` may gather of a loader that deals out unevenly (`even_batches=False`): in the last
+    round the last process has fewer rows than others, and a gather wants as many of all. What fills up is cut off.
+
+    Raises:
+        ConfigError: some processes have no batch in that round, and would not come to gather.
+    """
+    from accelerate.data_loader import BatchSamplerShard
+
+    state, ranks = accelerator.gradient_state, accelerator.num_processes
+    sampler = getattr(state.active_dataloader, "batch_sampler", None)
+    while sampler is not None and not isinstance(sampler, BatchSamplerShard):
+        sampler = getattr(sampler, "batch_sampler", None)  # of a loader that skips its first batches
+    if sampler is None or sampler.even_batches or ranks == 1 or state.remainder <= 0:
+        return rows
+    if state.remainder <= state.active_dataloader.total_batch_size // ranks * (ranks - 1):
+        raise ConfigError(
+            f"gather_for_metrics waits for all {ranks} processes, and with even_batches=False some of them have no "
+            f"batch in the last round of this loader, which has {state.remainder} rows left.\n"
+            "Keep even_batches=True: what fills up the last batches is cut off before it is returned."
+        )
+    with contextlib.suppress(TypeError):  # objects, of which each process may have as many as it likes
+        return accelerator.pad_across_processes(rows) if state.end_of_dataloader else rows
+    return rows
 
 
 def is_sharded(model: nn.Module) -> bool:

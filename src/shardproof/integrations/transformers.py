@@ -36,7 +36,7 @@ from shardproof.integrations.prepared import (
     compile_units,
     hybrid_mesh,
     is_sharded,
-    meeting_first,
+    meeting_before,
     noted,
     refuse_others,
     shard_prepared,
@@ -141,10 +141,9 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
         if self.shard_precision is not None and self.shard_precision.compute is torch.float16:
             accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
         accelerator.prepare_model = functools.partial(self._prepare_model, accelerator.prepare_model)
-        prepare = accelerator.prepare_data_loader  # a callback of one rank may be at work when others want a batch
-        accelerator.prepare_data_loader = lambda *args, **kwargs: meeting_first(prepare(*args, **kwargs), self._meet)
-        for name in ("gather", "reduce", "pad_across_processes", "wait_for_everyone"):
-            setattr(accelerator, name, functools.partial(self._meet_before, getattr(accelerator, name)))
+        meeting_before(accelerator, self._meet)
+        gather = accelerator.gather_for_metrics  # Trainer has taken the one from before
+        self.gather_function = functools.partial(gather, use_gather_object=own.eval_use_gather_object)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The model computes in the precision that `bf16_full_eval` asks for, and is not to be cast to it."""
@@ -160,11 +159,6 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
         own mind about what overflowed."""
         found: dict[str, Any] = super()._build_accelerator_args(**kwargs)
         return found | {"mixed_precision": "no"} if self.args.fp16 else found
-
-    def _meet_before(self, collective: Any, *args: Any, **kwargs: Any) -> Any:
-        """A rank that gathers lends its slices to nobody: wait for all ranks, lending meanwhile."""
-        self._meet()
-        return collective(*args, **kwargs)
 
     def _meet(self) -> None:
         if self._sharded:
