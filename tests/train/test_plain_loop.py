@@ -12,8 +12,9 @@ FILE = Path(__file__).parents[2] / "examples" / "plain_loop.py"
 
 
 def started(world: int, stage: int) -> subprocess.Popen[str]:
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), str(FILE)]
-    return subprocess.Popen([*run, "--stage", str(stage)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
+    command = [sys.executable, *run, str(FILE), "--stage", str(stage)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_a_prompt_that_brings_the_begin_of_text_gets_no_other(tmp_path: Path, ki
     assert encode(config, rows, Words())[0]["prompt"] == "<begin>2+2="  # of a tokenizer that puts none there
 
 
-@pytest.mark.parametrize("kind", ["dpo", "grpo", pytest.param("kto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("grpo", "kto"))])
 def test_processes_encode_the_same(tmp_path: Path, kind: str, monkeypatch: Any) -> None:
     """Too long rows, tools that are refused and all."""
     monkeypatch.setattr(encoding, "_FEW", 100)

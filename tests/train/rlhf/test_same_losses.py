@@ -117,11 +117,20 @@ def test_so_they_do_with_adapters_that_are_trained_on(rlhf: Any, adapters: None,
     if kind == "dpo":
         assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
         assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
-        (same, *_) = check(rlhf, kind, [{"stage": 2}], words=[*on, "--ref-adapters", "MODELS/adapters"])
-        assert same["loss"] == pytest.approx(math.log(2), abs=1e-5)
-        for reference in ("none", "MODELS/more-adapters"):
-            (far, *_) = check(rlhf, kind, [{"stage": 3}], words=[*on, "--ref-adapters", reference])
-            assert abs(far["rewards/margins"]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "reference",
+    ["MODELS/more-adapters", *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "the same"))],
+)
+def test_the_reference_of_adapters_is_the_one_that_is_named(rlhf: Any, adapters: None, reference: str) -> None:
+    named = "MODELS/adapters" if reference == "the same" else reference
+    on = ["--adapters", "MODELS/adapters", "--ref-adapters", named]
+    (first, *_) = check(rlhf, "dpo", [{"stage": 2 if reference == "the same" else 3}], words=on)
+    if reference == "the same":
+        assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    else:
+        assert abs(first["rewards/margins"]) > 1e-3
 
 
 @pytest.mark.slow
