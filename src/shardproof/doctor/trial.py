@@ -23,6 +23,7 @@ from shardproof.models.families.anatomy import anatomy, guessed_part
 from shardproof.models.families.family import FED_BY, MEDIA
 from shardproof.train.options.rlhf_config import draws_answers
 from shardproof.train.run import Prepared
+from shardproof.zero.comm.world import is_first
 from shardproof.zero.device import default_device
 from shardproof.zero.tensors.parameter import ShardedParameter
 
@@ -69,7 +70,7 @@ def trial(prepared: Prepared, folder: str) -> None:
         records = observe(prepared, each)
     finally:
         handle.remove()
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first():
         logged = [r for r in records if "loss" in r]
         seen["losses"] = [_number(r["loss"]) for r in logged]
         norms = [_number(r.get("grad_norm")) for r in logged]

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import shardproof
 from shardproof.doctor.observe import observe
 from shardproof.train.options.config import MUON
 from shardproof.train.run import Prepared
+from shardproof.zero.comm.world import is_first
 from shardproof.zero.tensors.parameter import ShardedParameter
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 5e-3, "bf16": 5e-2}  # what rounding makes of another order of sums
@@ -173,7 +173,7 @@ def compare(prepared: Prepared, folder: str) -> None:
     def each(count: int, params: dict[str, ShardedParameter]) -> None:
         nonlocal compared, dropout
         gradients, weights = values_of(params)
-        if not _first():
+        if not is_first():
             return
         engine = next(iter(params.values())).flat.engine
         dropout = dropping(engine.model)
@@ -187,7 +187,7 @@ def compare(prepared: Prepared, folder: str) -> None:
         found.extend(differences(step, (gradients, weights), reference, allowed, steered))
 
     observe(prepared, each, records)
-    if _first():
+    if is_first():
         pairs = list(zip(json.loads((Path(folder) / LOSSES).read_text()), _logged(records), strict=True))
         for step, (alone, together) in enumerate(pairs, 1):
             found.extend(drifts(step, alone, together, Allowed.by(prepared.config, step)))
@@ -307,7 +307,3 @@ def _off(a: torch.Tensor, b: torch.Tensor) -> float:
         return 0.0
     off = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
     return float(torch.nan_to_num(off, nan=math.inf, posinf=math.inf).max())
-
-
-def _first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

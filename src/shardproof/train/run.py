@@ -294,16 +294,16 @@ def train(
 
     Returns: the signal that ended training, or 0.
     """
-    import torch.distributed as dist
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
     from shardproof.train.callbacks import callbacks_of
     from shardproof.train.stop import EvaluationEnded, StopAfterStep
     from shardproof.train.watching.profile import Profiler
     from shardproof.train.watching.report import Reporter
+    from shardproof.zero.comm.world import is_first
 
     config, folder = prepared.config, RunFolder(prepared.folder)
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    first = is_first()
     stop = StopAfterStep()
     also_stops(model, prepared.tokenizer)
     keep_cache = getattr(model.config, "use_cache", None)

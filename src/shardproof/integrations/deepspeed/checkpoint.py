@@ -13,6 +13,7 @@ import shardproof
 from shardproof.checkpoint.folder import open_checkpoint
 from shardproof.errors import ConfigError
 from shardproof.integrations.deepspeed.utils import logger
+from shardproof.zero.comm.world import is_first
 
 if TYPE_CHECKING:
     from shardproof.integrations.deepspeed.engine import DeepSpeedEngine
@@ -77,7 +78,7 @@ def load(
 
 def write_weights(weights: dict[str, Any], file: Path, dtype: torch.dtype) -> None:
     """Write whole weights in `dtype`, on rank 0, and wait for it."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first():
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.save(in_dtype(weights, dtype), file)
     _wait()

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from pydantic import AliasChoices, ValidationError
 
 from shardproof.errors import ConfigError
 from shardproof.integrations.deepspeed.sections import Section, Settings
+from shardproof.zero.comm.world import is_first
 
 log = logging.getLogger("shardproof")
 
@@ -92,7 +92,7 @@ def _with(settings: Settings) -> str:
 @functools.cache
 def say_once(text: str) -> None:
     """One line of what is not applied, on rank 0, however many engines are made of one file."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first():
         log.warning(text)
 
 

@@ -62,10 +62,10 @@ def tell_made_anew(model: Any, source: str, trained: bool = True, but: Iterable[
         trained: whether they are about to be.
         but: modules of which this is no matter, as they are replaced.
     """
-    import torch.distributed as dist
+    from shardproof.zero.comm.world import is_first
 
     names = [name for name in made_anew(model) if not any(_within(name, f".{one}") for one in but)]
-    if names and (not dist.is_initialized() or dist.get_rank() == 0):
+    if names and is_first():
         log.warning(
             "%d weight(s) are not in the files of %s and %s at random: %s. If they are not new to the model, these"
             " are the files of another one.",

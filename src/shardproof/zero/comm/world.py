@@ -36,6 +36,11 @@ def start_group(**options: Any) -> None:
         may_take_long(dist.group.WORLD)
 
 
+def is_first() -> bool:
+    """Whether this is the first rank, or there are no others."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def may_take_long(*groups: dist.ProcessGroup | None) -> None:
     """What these groups, which are ours, do may take `LONGEST`."""
     with warnings.catch_warnings():
