@@ -21,6 +21,7 @@ from shardproof.data.media.reading import Frames, read_video
 from shardproof.data.media.rows import encode_media_rows
 from shardproof.data.rows import Row, Rows, read_rows
 from shardproof.errors import ConfigError
+from shardproof.models.loading import processors
 from shardproof.models.loading.processors import load_processor, prepared
 from shardproof.models.tiny_media import image_processor, media_processor, media_tokenizer
 
@@ -250,6 +251,8 @@ def test_a_video_processor_is_told_which_frames_were_taken(tiny_models, rows, mo
 
 
 def test_a_video_processor_that_takes_no_such_thing_gets_none(tiny_models, rows, monkeypatch) -> None:
+    """As one of a model's own code; here ours, which stands where torchvision is not installed."""
+    monkeypatch.setattr(processors, "_has", lambda package: package != "torchvision")
     encoder = MediaEncoder(load_processor(str(tiny_models("minicpmv4_6"))), Limits())
     cls = type(encoder.processor.video_processor)
     prepare = cls.__call__

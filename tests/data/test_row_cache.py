@@ -276,3 +276,13 @@ def test_so_it_is_where_code_of_a_part_has_changed(place, processor, tiny_models
         (code / name).write_text("SIDE = 56\n")
         folders.append(RowCache(place / "kept", MediaEncoder(other, Limits())).folder)
     assert len(set(folders)) == 4
+
+
+def test_rows_of_another_part_for_pictures_are_encoded_again(place: Path, processor: Any, tiny_models) -> None:
+    """transformers' part with torchvision and its part with PIL are saved alike: a run took the rows of the other."""
+    other = load_processor(str(tiny_models("qwen2_5_vl")), False)
+    name = type(other.image_processor).__name__
+    name = name.removesuffix("Pil") if name.endswith("Pil") else f"{name}Pil"
+    other.image_processor.__class__ = type(name, (type(other.image_processor),), {"__module__": "transformers.other"})
+    one, two = (RowCache(place / "kept", MediaEncoder(made, Limits())).folder for made in (processor, other))
+    assert one != two

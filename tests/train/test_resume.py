@@ -519,6 +519,35 @@ class Written:
         return ""
 
 
+def test_a_run_that_goes_on_tells_that_files_are_prepared_by_other_parts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those with torchvision and those without give other values of the same picture: nothing was said."""
+    from types import SimpleNamespace
+
+    from shardproof.data.rows import Rows
+    from shardproof.models.loading.processors import file_parts
+    from shardproof.train.options.config import SftConfig
+    from shardproof.train.resume import check_order, order_of
+    from shardproof.train.rows.media import tell_other_parts
+
+    def processor(ending: str) -> Any:
+        hears = type("WhisperFeatureExtractor", (), {})()
+        return SimpleNamespace(image_processor=type(f"ImageProcessor{ending}", (), {})(), feature_extractor=hears)
+
+    config, rows = SftConfig(), Rows([], [])
+    orders = [order_of(config, rows, 8, 4, parts=file_parts(processor(ending))) for ending in ("Pil", "")]
+    for name, content in orders[0].items():
+        (tmp_path / name).write_bytes(content)
+    tell_other_parts(tmp_path, processor("Pil"))
+    tell_other_parts(tmp_path, "a tokenizer")
+    assert not caplog.text
+    check_order(tmp_path, orders[1], rows)
+    assert not caplog.text
+    tell_other_parts(tmp_path, processor(""))
+    assert f"than when {tmp_path} was written: ImageProcessor instead of ImageProcessorPil. What the" in caplog.text
+
+
 def test_rows_that_were_corrected_are_told_and_learned_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """How many and where the first stands; of rows that only lie differently in their file nothing is said."""
     written = Written(tmp_path)

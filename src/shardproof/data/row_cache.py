@@ -1,9 +1,9 @@
 """What rows with files were encoded to, kept in a folder: the next run reads no file of a row that it finds there.
 
 [Note: what makes a row the same] Its content, and of each file that it names where it lies, how large it is and when it
-was written last; and of all rows the processor's own files, what is learnt, what is read of files, and the versions of
-the libraries that read them. A file that becomes another one all the same is found in training, where its tokens are
-compared with those of before.
+was written last; and of all rows the processor's own files, the classes of its parts, what is learnt, what is read of
+files, and the versions of the libraries that read them. A file that becomes another one all the same is found in
+training, where its tokens are compared with those of before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardproof.data.media.encode import MediaEncoder
 from shardproof.data.media.reading import state_of
 from shardproof.data.rows import Row
 from shardproof.errors import ConfigError
-from shardproof.models.loading.processors import write_processing
+from shardproof.models.loading.processors import file_parts, write_processing
 
 log = logging.getLogger("shardproof")
 
@@ -126,7 +126,8 @@ def _name(encoder: MediaEncoder) -> str:
     """Of the folder for rows that are encoded so."""
     versions = {name: _version(name) for name in READERS}
     limits = {name: value for name, value in asdict(encoder.limits).items() if not name.startswith("remote")}
-    told = hashlib.sha256(json.dumps([versions, limits, encoder.options], sort_keys=True, default=str).encode())
+    said = [versions, file_parts(encoder.processor), limits, encoder.options]
+    told = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
     for file in _code_of(encoder.processor):
         told.update(file.read_bytes())
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:

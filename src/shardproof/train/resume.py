@@ -22,7 +22,7 @@ log = logging.getLogger("shardproof")
 
 Config = TypeVar("Config", bound=RunConfig)
 
-ROWS, DEALT, DAY = "global_batch_size", "dealt", "day"
+ROWS, DEALT, DAY, PARTS = "global_batch_size", "dealt", "day", "file_parts"
 SIZES = ROWS, "per_device_batch_size", "gradient_accumulation_steps"
 AUTO, RUN, SUMS, STATE = "auto", "run.json", "rows.crc32", "trainer_state.json"
 
@@ -228,6 +228,7 @@ def order_of(
     batch: int,
     dealt: dict[str, int] | None = None,
     day: date | None = None,
+    parts: dict[str, str] | None = None,
 ) -> dict[str, bytes]:
     """What decides which rows a step sees and what they are, as files of a checkpoint.
 
@@ -237,12 +238,14 @@ def order_of(
         batch: rows of a step.
         dealt: see dealt.py
         day: which chat templates write, see dated.py
+        parts: of the processor, that prepare files
     """
     said = {
         "rows": encoded,
         ROWS: batch,
         DEALT: dealt,
         DAY: day and str(day),
+        PARTS: parts,
         **{name: getattr(config, name) for name in (*PLACES, *CONTENTS) if name in type(config).model_fields},
         "optimizer": config.optimizer + (" --stochastic-rounding" if config.stochastic_rounding else ""),
     }
@@ -264,13 +267,13 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> dict[str, in
     Raises:
         ConfigError: a step would see other rows, or the optimizer is another one.
     """
-    if not (said := _said_by(start)):
+    if not (said := said_by_run(start)):
         return None
     saved = {"group_by_length": False, "drop_last": False} | said  # which earlier releases did not write
     here = json.loads(order[RUN])
     _check_options(start, here.pop("options"), saved.get("options", {}))
-    here.pop(DEALT)  # see dealt.py
-    here.pop(DAY)  # the run has taken it
+    for name in (DEALT, DAY, PARTS):  # see dealt.py; the run has taken it; see media.py
+        here.pop(name)
     odd = [name for name in here if here[name] != saved.get(name, here[name])]
     if "optimizer" in odd:
         raise ConfigError(
@@ -303,11 +306,11 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> dict[str, in
 
 def day_of_run(start: Path) -> date | None:
     """The day that the rows of the run say which wrote a checkpoint; None of an earlier release."""
-    saved = _said_by(start).get(DAY)
+    saved = said_by_run(start).get(DAY)
     return date.fromisoformat(saved) if saved else None
 
 
-def _said_by(start: Path) -> dict[str, Any]:
+def said_by_run(start: Path) -> dict[str, Any]:
     """What the run that wrote a checkpoint said of its rows and options, if it did."""
     file = start / RUN
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}

@@ -33,6 +33,7 @@ from shardproof.interrupts import raise_again
 from shardproof.models.families.family import CAUSAL
 from shardproof.models.loading.classes import check_looks_back
 from shardproof.models.loading.packed import check_can_unpack
+from shardproof.models.loading.processors import file_parts
 from shardproof.plugins import check_files, check_names, load
 from shardproof.train.adapters.adding import check_named_parts
 from shardproof.train.adapters.beginning import begin_adapters, check_beginning, check_begun
@@ -69,7 +70,7 @@ from shardproof.train.resume import (
     step_of,
 )
 from shardproof.train.rows.dealt import dealt, tell_other_processes
-from shardproof.train.rows.media import check_media_root, warn_of_limits
+from shardproof.train.rows.media import check_media_root, tell_other_parts, warn_of_limits
 from shardproof.train.saved_model import save_model
 from shardproof.train.watching.view import View, Write
 
@@ -248,9 +249,10 @@ def prepare(
             )
         order: dict[str, bytes] = {}
         if begin or config.writes_checkpoints:
-            order = order_of(config, rows, many, batch.whole, dealt(batch), day_of(tokenizer))
+            order = order_of(config, rows, many, batch.whole, dealt(batch), day_of(tokenizer), file_parts(processing))
         if begin:
             tell_other_processes(check_order(begin[0], order, rows), begin[0], config, batch)
+            tell_other_parts(begin[0], processing)
         if begin and config.tuner == "lora":
             tell_other_weights(begin[0].parent, source)
             check_begun(config, begin[0])

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def load_processor(source: str, trust_remote_code: bool = False, model: str | No
         wanted = [name for name in ("torchvision", "torchaudio") if name in str(error).lower() and not _has(name)]
         if wanted:
             reason = f"transformers has it with {wanted[0]} only: pip install the {wanted[0]} that goes with your torch"
-        elif "PIL" in str(error) and not _has("PIL"):
+        elif re.search("PIL|Pillow", str(error)) and not _has("PIL"):
             reason = "pictures need Pillow: pip install 'shardproof[media]'"
         raise ConfigError(f"The processor {name} of {source} cannot be loaded: {reason}") from error
     note_batches(processor.tokenizer)
@@ -165,6 +166,14 @@ def write_processing(processing: Any, folder: str | Path) -> None:
         backend.no_padding() if padding is None else backend.enable_padding(**padding)
         backend.no_truncation() if truncation is None else backend.enable_truncation(**truncation)
     processing.save_pretrained(str(folder))
+
+
+def file_parts(processor: Any) -> dict[str, str]:
+    """The classes of a processor's parts that prepare files. transformers has one for pictures with torchvision and one
+    with PIL, whose values differ in the last of 8 bits, and takes what is installed: what it saves does not tell."""
+    names = ("image_processor", "video_processor", "feature_extractor")
+    parts = {name: getattr(processor, name, None) for name in names}
+    return {name: type(part).__name__ for name, part in parts.items() if part is not None}
 
 
 def scaling_down(processor: Any, most: int) -> int | None:

@@ -13,10 +13,11 @@ from shardproof.data.rows import BadRow, Rows, describe_bad
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.families.family import TALKER
 from shardproof.models.families.known import family_of
-from shardproof.models.loading.processors import processor_class, said_by
+from shardproof.models.loading.processors import file_parts, processor_class, said_by
 from shardproof.train.model.loading import TINY, load_model, tokenizer_of
 from shardproof.train.options.config import RunConfig, SftConfig
 from shardproof.train.options.option import flag
+from shardproof.train.resume import PARTS, said_by_run
 
 log = logging.getLogger("shardproof")
 
@@ -37,6 +38,19 @@ def _nearest(folder: Path) -> str:
     """The part of a path that is there."""
     there = next((parent for parent in folder.absolute().parents if parent.is_dir()), None)
     return f": there is {there}" if there is not None and there != Path("/") else ""
+
+
+def tell_other_parts(start: Path, processor: Any) -> None:
+    """Say so where the run that wrote a checkpoint prepared files by other parts of the processor: with torchvision
+    and without it, transformers has one of each kind."""
+    saved, here = said_by_run(start).get(PARTS) or {}, file_parts(processor)
+    if odd := [f"{part} instead of {saved[name]}" for name, part in here.items() if saved.get(name, part) != part]:
+        log.warning(
+            "Files are prepared by other classes than when %s was written: %s. What the model gets of the same file"
+            " differs a little from there on. Which of them transformers takes depends on whether torchvision is"
+            " installed.",
+            *(start, ", ".join(odd)),
+        )
 
 
 def media_limits(config: RunConfig, processor: Any) -> Limits:
