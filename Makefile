@@ -4,6 +4,7 @@
 #   make test          the tests                        make test-slow   all of them
 #   make test-machines runs on several machines made of network namespaces (Linux, root, iproute2)
 #   make test-gpu      what is different with accelerators; skipped without one
+#   make test-torchvision  the tests of pictures and videos with torchvision, in an environment of its own
 #   make test-host-cuda  those of accelerators, rlhf and media on a CUDA made of this machine; needs a C++ compiler
 #   make check         format, lint, types, imports, pages  make format  let ruff rewrite
 #   make site          the pages, in build/site
@@ -33,7 +34,7 @@ export TOKENIZERS_PARALLELISM = false
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-machines test-gpu test-host-cuda check site dist-check format peers cases clean
+.PHONY: help setup demo test test-slow test-machines test-gpu test-torchvision test-host-cuda check site dist-check format peers cases clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -72,6 +73,19 @@ test-machines: $(STAMP)
 # In one process: ranks share the devices.
 test-gpu: $(STAMP)
 	@$(BIN)/python -m pytest tests/gpu tests/zero/test_accelerators.py $(ARGS)
+
+# Where torchvision is installed, transformers prepares pictures and videos by other classes. It goes with one torch only.
+VISION_VENV  ?= .venv-torchvision
+VISION_TORCH ?= 2.14.1
+TORCHVISION  ?= 0.29.1
+VISION_TESTS  = tests/models/test_videos.py tests/models/test_frames.py tests/data/test_media.py tests/data/test_processors.py \
+	tests/data/test_row_cache.py tests/data/test_grounding.py tests/train/test_media.py tests/train/test_own_code.py \
+	$(wildcard tests/train/*/test_files.py) tests/train/rlhf/test_pictures.py tests/doctor/test_plan_files.py
+
+test-torchvision:
+	@$(MAKE) --no-print-directory setup VENV=$(VISION_VENV) TORCH=$(VISION_TORCH)
+	@$(VISION_VENV)/bin/python -m pip install -q --no-compile -c $(VISION_VENV)/constraints.txt torchvision==$(TORCHVISION)
+	@$(VISION_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(VISION_TESTS) $(ARGS)
 
 # Kernels run when they are queued there: what is late or ahead is of a real queue.
 test-host-cuda: $(STAMP)
@@ -116,4 +130,4 @@ cases: peers
 	@$(BIN)/shardproof cases --engines ours,ddp,fsdp2,deepspeed --limit 10 --page docs/casebook.md $(ARGS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VISION_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

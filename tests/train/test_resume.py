@@ -520,13 +520,15 @@ class Written:
 
 
 def test_a_run_that_goes_on_tells_that_files_are_prepared_by_other_parts(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch
 ) -> None:
     """Those with torchvision and those without give other values of the same picture: nothing was said."""
     from types import SimpleNamespace
 
     from shardproof.data.rows import Rows
+    from shardproof.doctor.checks import resume_checks
     from shardproof.models.loading.processors import file_parts
+    from shardproof.train.options.batch import Batch
     from shardproof.train.options.config import SftConfig
     from shardproof.train.resume import check_order, order_of
     from shardproof.train.rows.media import tell_other_parts
@@ -545,6 +547,10 @@ def test_a_run_that_goes_on_tells_that_files_are_prepared_by_other_parts(
     check_order(tmp_path, orders[1], rows)
     assert not caplog.text
     tell_other_parts(tmp_path, processor(""))
+    monkeypatch.setattr(resume_checks, "starts", lambda config: [tmp_path])
+    one = Batch(micro=4, accumulation=1, world_size=1)
+    checks = [resume_checks.rows(config, one, rows, range(8), processor(e))[0].status for e in ("Pil", "")]
+    assert checks == ["ok", "warn"]
     assert f"than when {tmp_path} was written: ImageProcessor instead of ImageProcessorPil. What the" in caplog.text
 
 

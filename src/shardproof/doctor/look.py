@@ -70,7 +70,7 @@ def encoded_rows(config: Config, batch: Batch, rows: Any, processing: Any, check
         checks += data_checks.not_encoded(error)
         return None
     checks += data_checks.refused(rows.skipped[known:], lost, len(rows), leave_out)
-    checks += resume_checks.rows(config, batch, rows, encoded)
+    checks += resume_checks.rows(config, batch, rows, encoded, processing)
     if isinstance(config, RlhfDoctorConfig):
         from shardproof.doctor.checks import rlhf_checks
 

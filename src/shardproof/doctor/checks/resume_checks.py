@@ -13,12 +13,13 @@ from shardproof.errors import CheckpointError, ConfigError
 from shardproof.train.options.config import Batch, RunConfig
 from shardproof.train.resume import AUTO, at_its_end, check_order, order_of, starts
 from shardproof.train.rows.dealt import other_processes
+from shardproof.train.rows.media import other_parts
 
 NAME = "checkpoint"
 
 
-def rows(config: RunConfig, batch: Batch, found: Any, encoded: Any) -> list[Check]:
-    """Whether the rows, their order and the optimizer are those of the run that wrote it."""
+def rows(config: RunConfig, batch: Batch, found: Any, encoded: Any, processing: Any = None) -> list[Check]:
+    """Whether the rows, their order and the optimizer are those of the run that wrote it, and so what files become."""
     begin = starts(config)
     if not begin:
         return []
@@ -27,7 +28,7 @@ def rows(config: RunConfig, batch: Batch, found: Any, encoded: Any) -> list[Chec
     except ConfigError as error:
         cause = "The run would be refused."
         return [Check("data", NAME, "fail", " ".join(str(error).split()), cause, "--resume, or the options named")]
-    if told := other_processes(saved, begin[0], config, batch):
+    if told := [*other_processes(saved, begin[0], config, batch), *other_parts(begin[0], processing)]:
         return [Check("data", NAME, "warn", " ".join(told), "The run goes on, with other numbers.")]
     return [Check("data", NAME, "ok", f"{begin[0]} was written by a run on these rows")]
 

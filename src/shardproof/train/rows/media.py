@@ -41,16 +41,21 @@ def _nearest(folder: Path) -> str:
 
 
 def tell_other_parts(start: Path, processor: Any) -> None:
-    """Say so where the run that wrote a checkpoint prepared files by other parts of the processor: with torchvision
-    and without it, transformers has one of each kind."""
+    """Say what `other_parts` says."""
+    for told in other_parts(start, processor):
+        log.warning("%s", told)
+
+
+def other_parts(start: Path, processor: Any) -> list[str]:
+    """Where the run that wrote a checkpoint prepared files by other parts of the processor: that it did. transformers
+    has one of each kind with torchvision, and one without."""
     saved, here = said_by_run(start).get(PARTS) or {}, file_parts(processor)
-    if odd := [f"{part} instead of {saved[name]}" for name, part in here.items() if saved.get(name, part) != part]:
-        log.warning(
-            "Files are prepared by other classes than when %s was written: %s. What the model gets of the same file"
-            " differs a little from there on. Which of them transformers takes depends on whether torchvision is"
-            " installed.",
-            *(start, ", ".join(odd)),
-        )
+    odd = [f"{part} instead of {saved[name]}" for name, part in here.items() if saved.get(name, part) != part]
+    return odd and [
+        f"Files are prepared by other classes than when {start} was written: {', '.join(odd)}. What the model gets of"
+        " the same file differs a little from there on. Which of them transformers takes depends on whether torchvision"
+        " is installed."
+    ]
 
 
 def media_limits(config: RunConfig, processor: Any) -> Limits:
