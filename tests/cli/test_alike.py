@@ -36,10 +36,11 @@ def test_other_options_are_named(model):
     assert "node1 was given --learning-rate 0.002, node0 0.0001" in found
 
 
-def test_other_packages_are_named(model):
+@pytest.mark.parametrize("name", ["transformers", "torchvision"])
+def test_other_packages_are_named(model, name):
     first, other = machine(model), machine(model, "node1")
-    other.versions["transformers"] = "9.9"
-    assert f"node1 has transformers 9.9, node0 has {first.versions['transformers']}" in difference(first, other)
+    other.versions[name] = "9.9"
+    assert f"node1 has {name} 9.9, node0 has {first.versions[name]}" in difference(first, other)
 
 
 @pytest.mark.parametrize("at", [3, 150_010, 299_990])

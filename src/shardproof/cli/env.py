@@ -13,7 +13,10 @@ from shardproof import __version__
 from shardproof.cli.options import Parser, parse
 from shardproof.cli.processes.launch import cores
 
-PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "pydantic", "deepspeed")
+PACKAGES = (
+    *("torch", "torchvision", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "pydantic"),
+    "deepspeed",
+)
 # Those that change what a run does, and hold no secrets.
 VARIABLES = (
     "SHARDPROOF_",

@@ -18,7 +18,8 @@ import shardproof
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.option import flag
 
-PACKAGES = "torch", "transformers", "tokenizers", "trl", "peft", "accelerate"
+# torchvision: where it is, transformers prepares files by other classes.
+PACKAGES = "torch", "transformers", "tokenizers", "trl", "peft", "accelerate", "torchvision"
 OF_ONE_MACHINE = {"nnodes", "node_rank", "master_addr", "master_port", "nproc", "debug", "verbose"}
 FILES = "*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.py"
 SAMPLE = 1 << 16  # bytes at the beginning, in the middle and at the end of a file
