@@ -163,6 +163,24 @@ def test_what_files_hold_in_another_form_is_left_to_save_pretrained() -> None:
     assert places_in_model(lora("Llama")) is None
 
 
+def test_rows_in_another_order_are_left_to_save_pretrained(tmp_path: Path) -> None:
+    """Of the towers of Kimi K2.5 and Step 3.7 files have queries and keys in the order of another rotation: a run ended
+    where it was to save, and all that it had learnt was lost."""
+    from transformers import Kimi_K25Config, Kimi_K25ForConditionalGeneration
+
+    from shardproof.integrations.weights import places_in_model
+
+    vision = {"num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16}
+    text = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = Kimi_K25Config(
+        text_config={**text, "num_attention_heads": 2, "vocab_size": 32},
+        vision_config={**vision, "pos_emb_height": 2, "pos_emb_width": 2},
+        projection_hidden_size=16,
+    )
+    Kimi_K25ForConditionalGeneration(config).save_pretrained(tmp_path)
+    assert places_in_model(Kimi_K25ForConditionalGeneration.from_pretrained(tmp_path)) is None
+
+
 def save_on_one_rank(folder: str) -> list[float]:
     """Rank 0 saves in mid-training, where rank 1 does not."""
     import shardproof

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 
 from shardproof.models.loading.processors import load_processor
@@ -34,6 +35,20 @@ def sounds(*lengths: int) -> list[Any]:
 def extractor(name: str, **options: Any) -> Any:
     made = getattr(transformers, name)(**options)
     return hearing_each_alone(SimpleNamespace(feature_extractor=made)).feature_extractor
+
+
+def test_an_extractor_that_is_not_told_what_to_make() -> None:
+    """Granite Speech's takes no `return_tensors`: each row with a sound was refused."""
+
+    class Extractor:
+        def __call__(self, audios: Any, device: str = "cpu") -> dict[str, torch.Tensor]:
+            long = max(len(one) for one in audios)
+            mask = torch.tensor([[i < len(one) for i in range(long)] for one in audios])
+            return {"input_features": mask.float(), "input_features_mask": mask}
+
+    heard = hearing_each_alone(SimpleNamespace(audio_processor=Extractor())).audio_processor
+    assert heard(sounds(3))["input_features"].shape == (1, 3)
+    assert heard(sounds(3, 5), return_tensors="pt")["input_features"].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
 
 
 @pytest.mark.parametrize("name", EXTRACTORS)

@@ -48,7 +48,12 @@ class _NoCopies(TorchDispatchMode):
     """Inside, what is cut out of a tensor without values stays a view of it, and so shows where it lies in it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.clone.default:
+            return args[0]
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError:  # a view of what a copy would have put in order: of one, which lies nowhere in the model
+            return func(torch.empty(args[0].shape, device="meta"), *args[1:], **(kwargs or {}))
 
 
 def places_in_model(model: Any) -> dict[str, Place] | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardproof.data.encoding.encode import IGNORE
-from shardproof.data.forms.parts import Problem
+from shardproof.data.forms.parts import Problem, parts_of
 from shardproof.data.media.encode import MediaEncoder
 from shardproof.data.rows import Row
 from shardproof.errors import DataError
@@ -72,9 +72,17 @@ class MediaCollator:
                 self._lost(there[0][0]["row"], str(problem))
                 return {}, []
         alone = [self._batch([one]) for one in there]
-        kept = [batch for batch, rows in alone if rows]
+        kept, left = [batch for batch, rows in alone if rows], [one for _, rows in alone for one in rows]
         pad = self.encoder.processor.tokenizer.pad_token_id
-        return together(kept, pad) if kept else {}, [one for _, rows in alone for one in rows]
+        try:
+            return together(kept, pad) if kept else {}, left
+        except RuntimeError as error:  # of torch, about sizes
+            rows = ", ".join(feature["row"].where for feature, _ in left)
+            raise DataError(
+                f"What the files of {rows} become does not go into one batch of this model: its processor takes no"
+                " videos of different numbers of frames together, or pictures of different sizes."
+                "\nTrain with --per-device-batch-size 1."
+            ) from error
 
     def _codes(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """The codes of spoken answers, where any row has one: int64 of shape (rows, longest) or, where they come in
@@ -129,6 +137,20 @@ class MediaCollator:
 
         batch = nothing(self.encoder.processor.tokenizer.pad_token_id)
         return {**batch, "labels": torch.full_like(batch["input_ids"], IGNORE)}
+
+
+def check_together(rows: Any, collator: MediaCollator) -> None:
+    """Raise DataError where what videos become does not go into one batch (LLaVA's kinds, that stack frames), before a
+    step of training does. Tried with the rows, a `MediaRows`, of fewest and of most tokens of a video."""
+    token = collator.encoder.tokens.get("video")
+    if token is None:
+        return
+    number = collator.encoder.processor.tokenizer.convert_tokens_to_ids(token)
+    ids = rows.encoded.data.column("input_ids")
+    seen = [i for i, row in enumerate(rows.rows) if any(part["type"] == "video" for part in parts_of(row.messages))]
+    counts = {i: int((ids[i].values.to_numpy() == number).sum()) for i in seen}
+    if len(set(counts.values())) > 1:
+        collator([rows[min(counts, key=counts.__getitem__)], rows[max(counts, key=counts.__getitem__)]])
 
 
 def places_of(features: Sequence[Mapping[str, Any]], length: int) -> dict[str, torch.Tensor]:

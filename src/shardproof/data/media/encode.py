@@ -107,9 +107,23 @@ class MediaEncoder:
         return self.text(replace(row, messages=self._objects.filled(row.messages, files["image"])))
 
     def _begun(self, text: str) -> str:
-        """The text behind the token that the tokenizer begins texts with, which templates may leave out."""
-        begin = "" if getattr(self.processor, "begins_texts", False) else self._encoder.begin_of_text
-        return text if text.lstrip().startswith(begin) else begin + text
+        """The text behind the token that it begins with, which templates may leave out."""
+        return text if text.lstrip().startswith(self._begin) else self._begin + text
+
+    @cached_property
+    def _begin(self) -> str:
+        """What the tokenizer begins texts with, or else the processor by itself (Molmo 2's), if that is a special
+        token."""
+        tokenizer = self.processor.tokenizer
+        if self._encoder.begin_of_text or getattr(self.processor, "begins_texts", False):
+            return "" if getattr(self.processor, "begins_texts", False) else self._encoder.begin_of_text
+        try:
+            both = (of(text=["a"], add_special_tokens=False)["input_ids"][0] for of in (tokenizer, self.processor))
+            alone, made = map(_listed, both)
+        except Exception:  # what takes no text alone says so where it gets one
+            return ""
+        added = made[: len(made) - len(alone)] if made[len(made) - len(alone) :] == alone else []
+        return str(tokenizer.decode(added)) if set(added) <= set(tokenizer.all_special_ids) else ""
 
     def known(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         """The content of a turn for the chat template: files that it has no mark for stand there as tokens."""
@@ -270,6 +284,8 @@ class MediaEncoder:
             least = getattr(part, "temporal_patch_size", 1)  # some refuse less than a patch
             given["videos"] = [video.of_at_least(least) for video in given["videos"]]
             given["videos_kwargs"] = _as_taken(given["videos"], part)
+            if (getattr(self.processor, "videos_kwargs", None) or {}).get("do_resize") is False:
+                given["videos_kwargs"]["do_resize"] = True  # MiniMax M3's leaves it to who reads the frames
         # Those of a row together: some processors tell rows apart by it. GOT-OCR2's would take them for one in pages.
         if "images" in given and not hasattr(self.processor, "multi_page"):
             given["images"] = [row["image"] for row in files]
@@ -308,7 +324,7 @@ class MediaEncoder:
             made = self.processor(text=list(texts), **given, text_kwargs=text_options, **options)
         except Exception as error:
             raise refusal(self.processor, error) from error
-        return self._timed(made, given.get("videos") or [])
+        return self._timed(_in_fp32(made), given.get("videos") or [])
 
     def _timed(self, made: Any, videos: Sequence[Frames]) -> Any:
         """What the processor has made, with the seconds between patches of each video: the Omnis' take one rate for all
@@ -329,6 +345,14 @@ class MediaEncoder:
             self._encoder.seen.check(row, shown)
             text = self._begun(self._encoder.template.render(shown, prompt=prompt))
         return len(self.process([text], [files], text_kwargs={"padding": False})["input_ids"][0])
+
+
+def _in_fp32(made: Any) -> Any:
+    """What a processor has made, without half precision (Llama 4's): who computes in it casts what comes."""
+    for name, value in made.items():
+        if str(getattr(value, "dtype", "")) in ("torch.bfloat16", "torch.float16"):
+            made[name] = value.float()
+    return made
 
 
 def _listed(values: Any) -> list[Any]:

@@ -20,6 +20,7 @@ from shardproof.models.loading.processors import processor_class, said_by
 from shardproof.models.loading.row_by_row import fed_with_data
 from shardproof.models.media import speech, speech_groups
 from shardproof.models.media.frames import frames_told_apart
+from shardproof.models.media.pictures import pictures_taken
 
 _SPEAKING = {
     kind: functools.partial(speech.speaking_forward, codes_loss=module.codes_loss)
@@ -80,6 +81,7 @@ def load_pretrained(
         if family is not None and family.takes_data:
             fed_with_data(loaded)
         frames_told_apart(loaded)
+        pictures_taken(loaded)
         _name_decoder(loaded)
         return model
     cls = getattr(transformers, family.model_class)

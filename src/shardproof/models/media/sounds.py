@@ -9,6 +9,7 @@ transformed by itself, as it is when one is asked about, and its frames are padd
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,15 +33,23 @@ def _each_alone(cls: Any) -> Any:
     def call(self: Any, raw_speech: Any, *args: Any, return_tensors: Any = None, **options: Any) -> Any:
         from transformers import BatchFeature
 
+        # Granite Speech's makes tensors whatever is wanted, and takes no such option.
+        wanted = {} if return_tensors is None else {"return_tensors": return_tensors}
+        arrays = {"return_tensors": "np"} if _takes_wishes(cls) else {}
         if not isinstance(raw_speech, (list, tuple)) or len(raw_speech) < 2 or not hasattr(raw_speech[0], "__len__"):
-            return cls.__call__(self, raw_speech, *args, return_tensors=return_tensors, **options)
-        alone = [cls.__call__(self, [sound], *args, return_tensors="np", **options) for sound in raw_speech]
+            return cls.__call__(self, raw_speech, *args, **wanted, **options)
+        alone = [cls.__call__(self, [sound], *args, **arrays, **options) for sound in raw_speech]
         made = _together(alone)
         if made is None:
-            return cls.__call__(self, raw_speech, *args, return_tensors=return_tensors, **options)
+            return cls.__call__(self, raw_speech, *args, **wanted, **options)
         return BatchFeature(made, tensor_type=return_tensors)
 
     return derived(_each_alone, cls, {"__call__": call})
+
+
+def _takes_wishes(cls: Any) -> bool:
+    parameters = inspect.signature(cls.__call__).parameters
+    return "return_tensors" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _together(alone: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -296,10 +296,15 @@ def _collate_whole(prepared: Prepared, model: Any) -> Any:
         if config.packing:
             return partial(collate_packed, pad_token_id=pad, flat=flat)
         return partial(collate, pad_token_id=pad)
-    from shardproof.data.media.batches import MediaCollator
+    from shardproof.data.media.batches import MediaCollator, check_together
+    from shardproof.data.media.rows import MediaRows
 
     speaks = TALKER in (config.train_parts or ())
-    return MediaCollator(media_encoder(config, prepared.processing), config.on_lost, speaks, flat)
+    collator = MediaCollator(media_encoder(config, prepared.processing), config.on_lost, speaks, flat)
+    for rows in (prepared.rows, prepared.val_rows) if prepared.batch.micro > 1 else ():
+        if isinstance(rows, MediaRows):
+            check_together(rows, collator)
+    return collator
 
 
 def _few(prepared: Prepared) -> Any:

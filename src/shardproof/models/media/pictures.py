@@ -1,0 +1,52 @@
+"""Models of transformers whose forward ends at pictures, or rows, that others take.
+
+[Note: one token] Mistral 3 takes the dimension of the tokens away where a batch has one picture of a single token (28 x
+28 pixels and less), and cannot split what is left. Such a picture goes in twice here, and comes out once.
+
+[Note: image outputs] Llama 4 reads from what its language model gives a field that only its own output has, so that no
+forward of the whole model ends, with or without pictures.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+
+def pictures_taken(model: Any) -> None:
+    """Have a model (changed in place) take what the notes above are about."""
+    for module in model.modules():
+        cls: Any = type(module)
+        if cls.__module__.startswith("transformers."):
+            if cls.__name__ == "Mistral3Model":
+                module.__class__ = _with_one_token(cls)
+            elif cls.__name__ == "Llama4ForCausalLM":
+                module.__class__ = _with_image_outputs(cls)
+
+
+@functools.cache
+def _with_one_token(cls: Any) -> Any:
+    def get_image_features(self: Any, pixel_values: Any, image_sizes: Any, *args: Any, **options: Any) -> Any:
+        import torch
+
+        one = torch.as_tensor(image_sizes).tolist()
+        side = 2 * self.vision_tower.patch_size * self.config.spatial_merge_size
+        if len(one) > 1 or max(one[0]) >= side:
+            return cls.get_image_features(self, pixel_values, image_sizes, *args, **options)
+        both = torch.cat([pixel_values, pixel_values]), torch.as_tensor(one * 2)
+        outputs = cls.get_image_features(self, *both, *args, **options | {"return_dict": True})
+        outputs.pooler_output = outputs.pooler_output[:1]
+        return outputs
+
+    return type(cls.__name__, (cls,), {"get_image_features": get_image_features, "__module__": cls.__module__})
+
+
+@functools.cache
+def _with_image_outputs(cls: Any) -> Any:
+    def forward(self: Any, *args: Any, **inputs: Any) -> Any:
+        outputs = cls.forward(self, *args, **inputs)
+        if hasattr(outputs, "logits") and not hasattr(outputs, "image_outputs"):
+            outputs.image_outputs = None
+        return outputs
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
