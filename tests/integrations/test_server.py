@@ -181,3 +181,56 @@ def test_adapters_of_a_weight_that_two_places_share_are_refused(options, refused
                 serve_weights(generation, model, None)
         else:
             serve_weights(generation, model, None)
+
+
+def given(kind: str, lora: bool, folder: str) -> tuple[list[str], list[str], list[str]]:
+    """Names in files, names that are given, and which of these hold other bits."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    import shardproof
+    from models.tiny_configs import TINY
+    from shardproof.integrations.server import whole_weights
+
+    def model() -> Any:
+        from peft import LoraConfig, get_peft_model
+        from transformers import CONFIG_MAPPING
+
+        torch.manual_seed(3)
+        config = CONFIG_MAPPING[kind](**TINY[kind])
+        auto = (
+            AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+        )
+        plain = auto.from_config(config)
+        if not lora:
+            return plain
+        experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        return get_peft_model(
+            plain, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=experts, init_lora_weights=False)
+        )
+
+    whole = model()
+    (whole.merge_and_unload() if lora else whole).save_pretrained(folder)  # transformers has the first rank write
+    torch.distributed.barrier()
+    expected = load_file(Path(folder) / "model.safetensors")
+    mine = dict(
+        whole_weights(shardproof.shard(model(), 3), SimpleNamespace(device=torch.device("cpu")), everywhere=True)
+    )
+    odd = [name for name in expected if name in mine and not torch.equal(mine[name], expected[name])]
+    return sorted(expected), sorted(mine), odd
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora", "held"),
+    [
+        ("qwen3_moe", False, "model.layers.0.mlp.experts.3.down_proj.weight"),
+        ("qwen3_moe", True, "model.layers.0.mlp.experts.3.down_proj.weight"),
+        ("qwen2_5_vl", False, "visual.patch_embed.proj.weight"),
+    ],
+)
+def test_weights_are_given_as_files_hold_them(run2, tmp_path, kind, lora, held) -> None:
+    """Of a mixture of experts each expert by itself, though the model has them in one tensor."""
+    for rank, (expected, mine, odd) in enumerate(run2(given, kind, lora, str(tmp_path))):
+        assert held in expected
+        assert mine == expected, rank
+        assert odd == []

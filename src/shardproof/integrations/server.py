@@ -26,12 +26,26 @@ def serve_weights(generation: Any, model: nn.Module, is_sharded: Any) -> None:
         ConfigError: vLLM cannot hold what adapters make of the model.
     """
     _refuse_adapters_of_tied(model)
-    theirs, everywhere = generation._iter_named_params, generation.mode != "server"
+    theirs = generation._iter_named_params
 
     def iter_named_params() -> Iterator[tuple[str, torch.Tensor]]:
-        return whole_weights(model, generation.accelerator, everywhere) if is_sharded(model) else theirs()
+        if not is_sharded(model):
+            return theirs()  # type: ignore[no-any-return]
+        if generation.mode == "server":
+            return whole_weights(model, generation.accelerator)
+        _load(generation.llm, whole_weights(model, generation.accelerator, everywhere=True))
+        return iter(())
 
     generation._iter_named_params = iter_named_params
+
+
+def _load(llm: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Have the vLLM of this process load weights as it loads files. TRL would put each in place by itself, past what
+    vLLM makes of them once a layer has all of its weights: kernels that want them in another order would misread them.
+    """
+    llm.llm_engine.model_executor.driver_worker.reload_weights(weights_iterator=weights)
+    for _ in weights:  # every rank goes to the end
+        pass
 
 
 def asks_all_ranks(trainer: Any) -> bool:
@@ -74,7 +88,8 @@ def _refuse_adapters_of_tied(model: nn.Module) -> None:
 def whole_weights(
     model: nn.Module, accelerator: Accelerator, everywhere: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight under the name that the model has without adapters, which are merged into what is given.
+    """Every weight as the model's files have it, in the shape and under the name that vLLM reads; adapters are merged
+    into what is given.
 
     Collective: every rank goes to the end. Rank 0 gets the weights, on the device and in the dtype of their masters;
     the others get nothing, unless `everywhere`. What is given is a copy, and of one unit at a time; the model is left
@@ -90,13 +105,12 @@ def whole_weights(
         values = {name: value.to(accelerator.device) for name, value in values.items()}
         with torch.no_grad():
             _merge_adapters(model, values)
+        named = {served: value for name, value in values.items() if (served := _served_name(model, name)) is not None}
+        values = _as_in_files(model, named)
+        del named
         while values:
             name = next(iter(values))
-            served = _served_name(model, name)
-            value = values.pop(name)
-            if served is not None:
-                yield served, value
-            del value
+            yield name, values.pop(name)
 
 
 def _served_name(model: nn.Module, name: str) -> str | None:
@@ -106,6 +120,16 @@ def _served_name(model: nn.Module, name: str) -> str | None:
     name = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".modules_to_save.default", "")
     others = (str(model.prefix), ".original_module.", ".modules_to_save.")  # the last one of a reference's
     return None if any(other in name for other in others) else name
+
+
+def _as_in_files(model: nn.Module, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the model holds under other names than its files, and put together (experts in one tensor), as it is there:
+    vLLM passes over what it does not know by name, and would go on with the experts of before, without a word."""
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
+
+    base: Any = model.get_base_model() if adapters_of(model) else model  # type: ignore[operator]
+    return revert_weight_conversion(base, values) if isinstance(base, PreTrainedModel) else values
 
 
 def _merge_adapters(model: nn.Module, values: dict[str, torch.Tensor]) -> None:

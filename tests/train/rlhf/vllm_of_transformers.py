@@ -1,7 +1,7 @@
 """A vLLM in the process, made of transformers: there is no GPU here, and without one no vLLM.
 
 TRL's code for a vLLM in the processes that train runs as it is. In place of `vllm.LLM` stands a model that is read from
-the folder that TRL names, takes weights by `load_weights`, forgets them when it sleeps, and writes what it draws.
+the folder that TRL names, takes weights by `reload_weights`, forgets them when it sleeps, and writes what it draws.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ class LLM:
         self.pictures: list[int] = []  # that came with each prompt; what is drawn is blind to them
         self.held: set[int] = set()  # tokens that no answer may hold
         self.can_sleep, self.asleep, self.loads, self.given = enable_sleep_mode, set[str](), 0, more
-        runner = SimpleNamespace(model=SimpleNamespace(load_weights=self.load_weights))
-        executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+        executor = SimpleNamespace(driver_worker=SimpleNamespace(reload_weights=self.reload_weights))
         self.llm_engine = SimpleNamespace(
             model_executor=executor, model_config=SimpleNamespace(max_model_len=max_model_len)
         )
         LLM.made.append(self)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def reload_weights(self, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
         assert "weights" not in self.asleep
-        for name, value in weights:
+        for name, value in weights_iterator:
             self.net.get_parameter(name).copy_(value)
             self.loads += 1
 
