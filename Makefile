@@ -5,7 +5,7 @@
 #   make test-machines runs on several machines made of network namespaces (Linux, root, iproute2)
 #   make test-gpu      what is different with accelerators; skipped without one
 #   make test-torchvision  the tests of pictures and videos with torchvision, in an environment of its own
-#   make test-vllm     GRPO with a real vLLM, on processors, in an environment of its own
+#   make test-vllm     GRPO with a real vLLM, on the CPU, in an environment of its own
 #   make test-host-cuda  those of accelerators, rlhf and media on a CUDA made of this machine; needs a C++ compiler
 #   make check         format, lint, types, imports, pages  make format  let ruff rewrite
 #   make site          the pages, in build/site

@@ -1,4 +1,4 @@
-"""Install vLLM's build for processors beside what is here: `python install.py VERSION`.
+"""Install vLLM's build for the CPU beside what is here: `python install.py VERSION`.
 
 It asks for an older transformers than ours, and for torchvision and its like, which are not needed for text. So what is
 here stays, and of what it asks for the rest is installed.
