@@ -114,16 +114,19 @@ class MediaEncoder:
     def _begin(self) -> str:
         """What the tokenizer begins texts with, or else the processor by itself (Molmo 2's), if that is a special
         token."""
+        if getattr(self.processor, "begins_texts", False):
+            return ""
+        if self._encoder.begin_of_text:
+            return self._encoder.begin_of_text
         tokenizer = self.processor.tokenizer
-        if self._encoder.begin_of_text or getattr(self.processor, "begins_texts", False):
-            return "" if getattr(self.processor, "begins_texts", False) else self._encoder.begin_of_text
         try:
             both = (of(text=["a"], add_special_tokens=False)["input_ids"][0] for of in (tokenizer, self.processor))
             alone, made = map(_listed, both)
         except Exception:  # what takes no text alone says so where it gets one
             return ""
-        added = made[: len(made) - len(alone)] if made[len(made) - len(alone) :] == alone else []
-        return str(tokenizer.decode(added)) if set(added) <= set(tokenizer.all_special_ids) else ""
+        added, rest = made[: len(made) - len(alone)], made[len(made) - len(alone) :]
+        is_begin = rest == alone and set(added) <= set(tokenizer.all_special_ids)
+        return str(tokenizer.decode(added)) if is_begin else ""
 
     def known(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         """The content of a turn for the chat template: files that it has no mark for stand there as tokens."""
