@@ -1,18 +1,18 @@
-"""`python weights.py KIND FOLDER`: which weights a real vLLM holds differently when they come from us.
+"""`python weights.py given|read KIND FOLDER`: write down what a real vLLM holds of a model.
 
-One model is read from its files by vLLM, another one with the same shapes is given to it by us, at stage 3, and read
-from its own files for comparison. Prints JSON.
+`given`: one that has read another model of the same shapes from files, and is given this one by us, at stage 3, as TRL
+hands it on. `read`: one that has read this model from files.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 TEXT = {
     "vocab_size": 512,
@@ -30,7 +30,6 @@ TEXT = {
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3": TEXT,
-    "llama": TEXT,
     "phi3": TEXT,
     "gemma3_text": TEXT,
     "qwen3_moe": TEXT | MOE,
@@ -50,7 +49,7 @@ def write(kind: str, seed: int, folder: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(folder)
 
 
-def main(kind: str, folder: Path) -> dict[str, Any]:
+def main(how: str, kind: str, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
     from trl.trainer.utils import ensure_master_addr_port
     from vllm import LLM
@@ -59,12 +58,13 @@ def main(kind: str, folder: Path) -> dict[str, Any]:
     from shardproof.integrations.server import serve_weights
 
     ensure_master_addr_port()
-    first, other = folder / "first", folder / "other"
-    write(kind, 1, first)
-    write(kind, 2, other)
+    other, this = folder / "other", folder / "this"
+    if how == "given":
+        write(kind, 1, other)
+        write(kind, 2, this)
     # As TRL makes one, but for what is compiled.
     llm = LLM(
-        model=str(first),
+        model=str(other if how == "given" else this),
         skip_tokenizer_init=True,
         max_model_len=64,
         max_num_seqs=4,
@@ -72,26 +72,17 @@ def main(kind: str, folder: Path) -> dict[str, Any]:
         max_num_batched_tokens=4096,
         enforce_eager=True,
     )
-    worker = llm.llm_engine.model_executor.driver_worker
-
-    def held() -> dict[str, torch.Tensor]:
-        return {name: value.clone() for name, value in worker.model_runner.model.named_parameters()}
-
-    before = held()
-    model = shardproof.shard(AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32), 3)
-    accelerator = SimpleNamespace(device=torch.device("cpu"))
-    generation = SimpleNamespace(mode="colocate", llm=llm, accelerator=accelerator, _iter_named_params=None)
-    serve_weights(generation, model, lambda _: True)
-    assert list(generation._iter_named_params()) == []  # it has been done
-    given = held()
-    worker.reload_weights(weights_path=str(other))
-    read = held()
-    return {
-        "all": len(read),
-        "moved": sum(not torch.equal(before[name], value) for name, value in read.items()),
-        "differ": [name for name, value in read.items() if not torch.equal(given[name], value)],
-    }
+    net = llm.llm_engine.model_executor.driver_worker.model_runner.model
+    if how == "given":
+        save_file({n: value.contiguous() for n, value in net.named_parameters()}, folder / "before.safetensors")
+        model = shardproof.shard(AutoModelForCausalLM.from_pretrained(this, dtype=torch.float32), 3)
+        accelerator = SimpleNamespace(device=torch.device("cpu"))
+        generation = SimpleNamespace(mode="colocate", accelerator=accelerator, _iter_named_params=None)
+        serve_weights(generation, model, lambda _: True)
+        for weight in generation._iter_named_params():
+            net.load_weights([weight])
+    save_file({name: value.contiguous() for name, value in net.named_parameters()}, folder / f"{how}.safetensors")
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], Path(sys.argv[2]))))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

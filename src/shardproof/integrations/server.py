@@ -26,26 +26,12 @@ def serve_weights(generation: Any, model: nn.Module, is_sharded: Any) -> None:
         ConfigError: vLLM cannot hold what adapters make of the model.
     """
     _refuse_adapters_of_tied(model)
-    theirs = generation._iter_named_params
+    theirs, everywhere = generation._iter_named_params, generation.mode != "server"
 
     def iter_named_params() -> Iterator[tuple[str, torch.Tensor]]:
-        if not is_sharded(model):
-            return theirs()  # type: ignore[no-any-return]
-        if generation.mode == "server":
-            return whole_weights(model, generation.accelerator)
-        _load(generation.llm, whole_weights(model, generation.accelerator, everywhere=True))
-        return iter(())
+        return whole_weights(model, generation.accelerator, everywhere) if is_sharded(model) else theirs()
 
     generation._iter_named_params = iter_named_params
-
-
-def _load(llm: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Have the vLLM of this process load weights as it loads files. TRL would put each in place by itself, past what
-    vLLM makes of them once a layer has all of its weights: kernels that want them in another order would misread them.
-    """
-    llm.llm_engine.model_executor.driver_worker.reload_weights(weights_iterator=weights)
-    for _ in weights:  # every rank goes to the end
-        pass
 
 
 def asks_all_ranks(trainer: Any) -> bool:
@@ -124,7 +110,7 @@ def _served_name(model: nn.Module, name: str) -> str | None:
 
 def _as_in_files(model: nn.Module, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What the model holds under other names than its files, and put together (experts in one tensor), as it is there:
-    vLLM passes over what it does not know by name, and would go on with the experts of before, without a word."""
+    vLLM knows the names of files, and not all of transformers' own."""
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 

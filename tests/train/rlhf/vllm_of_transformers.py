@@ -1,7 +1,7 @@
 """A vLLM in the process, made of transformers: there is no GPU here, and without one no vLLM.
 
 TRL's code for a vLLM in the processes that train runs as it is. In place of `vllm.LLM` stands a model that is read from
-the folder that TRL names, takes weights by `reload_weights`, forgets them when it sleeps, and writes what it draws.
+the folder that TRL names, takes weights by `load_weights`, forgets them when it sleeps, and writes what it draws.
 """
 
 from __future__ import annotations
@@ -25,22 +25,27 @@ class LLM:
     made: ClassVar[list[LLM]] = []
 
     def __init__(self, model: str, max_model_len: int, enable_sleep_mode: bool, **more: Any) -> None:
+        from transformers.core_model_loading import revert_weight_conversion
+
         from shardproof.models.loading.classes import load_pretrained
 
         self.net: Any = load_pretrained(model).eval().requires_grad_(False)
+        # By the names that files have, as the real one reads them.
+        self.places = revert_weight_conversion(self.net, dict(self.net.named_parameters()))
         self.pictures: list[int] = []  # that came with each prompt; what is drawn is blind to them
         self.held: set[int] = set()  # tokens that no answer may hold
         self.can_sleep, self.asleep, self.loads, self.given = enable_sleep_mode, set[str](), 0, more
-        executor = SimpleNamespace(driver_worker=SimpleNamespace(reload_weights=self.reload_weights))
+        runner = SimpleNamespace(model=SimpleNamespace(load_weights=self.load_weights))
+        executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
         self.llm_engine = SimpleNamespace(
             model_executor=executor, model_config=SimpleNamespace(max_model_len=max_model_len)
         )
         LLM.made.append(self)
 
-    def reload_weights(self, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         assert "weights" not in self.asleep
-        for name, value in weights_iterator:
-            self.net.get_parameter(name).copy_(value)
+        for name, value in weights:
+            self.places[name].copy_(value)
             self.loads += 1
 
     def sleep(self, level: int) -> None:
