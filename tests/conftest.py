@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import aside
 from distributed.pool import Pools
 
 SLOW_LIMIT = 3600  # seconds; for other tests pyproject.toml says it
+SAMPLED = 3  # of the cases of a sampled test each third runs: stages come in fours, so that all of them do
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,7 +43,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.timeout(SLOW_LIMIT), append=False)
         return
     skip = pytest.mark.skip(reason="slow: runs with --slow")
+    seen = Counter[str]()
     for item in items:
+        if item.get_closest_marker("sampled"):
+            function = item.nodeid.partition("[")[0]
+            seen[function] += 1
+            if seen[function] % SAMPLED != 1:
+                item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow"):
             item.add_marker(skip)
 

@@ -60,6 +60,7 @@ ALL = [(kind, stage) for kind in KINDS for stage in range(4)]
 FEW = [(kind, stage) for kind, stage in ALL if kind == "adamw" or stage == 3 or (kind, stage) == ("lora", 0)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "stage"), [pytest.param(*case, marks=() if case in FEW else pytest.mark.slow) for case in ALL]
 )
@@ -89,6 +90,7 @@ def test_a_tensor_of_many_pieces(run2: Run, tmp_path: Path) -> None:
     check_equal(after(0, *KINDS["adamw"], path), whole, 1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "kind", ["adamw", "momentum", "lora", "adafactor", "muon", "muon and adamw", "fp16", "files", "host"]
 )

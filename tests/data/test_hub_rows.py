@@ -159,6 +159,7 @@ def test_a_place_in_a_dataset_of_the_hub_is_gone_on_from(monkeypatch: pytest.Mon
         assert stream.read(where).rows == [found[at]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -113,6 +113,7 @@ def step_at(folder: Path, depth: int, world: int, micro: int, stage: int, again:
     return max(float(columns[:HOME].sum(axis=0).max()) for columns in segments.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "again"), [(1, False), (2, True), (2, 2), (3, True), pytest.param(2, "selective", marks=pytest.mark.slow)]
 )

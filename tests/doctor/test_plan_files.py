@@ -93,6 +93,7 @@ def test_so_it_is_without_the_logits_of_all_tokens(folders):
     compare(in_new_processes, folders("qwen3_vl"), 2, [0, 3], files=["image=120x90"], chunked_loss=True)
 
 
+@pytest.mark.slow
 def test_files_take_memory_time_and_traffic(folders):
     folder = folders("qwen3_vl")
     text, small, large = one(folder), one(folder, "image=84x84"), one(folder, "image=336x280")
@@ -102,6 +103,7 @@ def test_files_take_memory_time_and_traffic(folders):
     assert text.wire < small.wire == large.wire, "the tower's weights are gathered for backward, too"
 
 
+@pytest.mark.slow
 def test_rows_with_files_need_no_logits_of_all_tokens(folders):
     folder = folders("qwen3_vl")
     whole, parts = (one(folder, "image=84x84", precision="fp32", chunked_loss=chunked) for chunked in (False, True))
@@ -109,6 +111,7 @@ def test_rows_with_files_need_no_logits_of_all_tokens(folders):
     assert parts.wire == whole.wire
 
 
+@pytest.mark.slow
 def test_more_rows_follow_from_few(folders):
     """Of eight rows, from steps with two and three of them."""
     folder, files = folders("qwen3_vl"), ["image=168x140", "image=84x84"]
@@ -118,6 +121,7 @@ def test_more_rows_follow_from_few(folders):
     assert derived.flops == pytest.approx(run.flops, rel=0.001)
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_it_took_for_granted(folders):
     note = "rows are text (plan --files tells of others): of its other parts (vision 1 M"
     assert any(each.startswith(note) for each in plan(folders("qwen3_vl")).notes)
@@ -167,6 +171,7 @@ def test_the_command_takes_them(folders, capsys):
     assert json.loads(capsys.readouterr().out)["notes"][0].startswith("each row has image=84x84 image=56x56: ")
 
 
+@pytest.mark.slow
 def test_doctor_counts_the_files_of_the_heaviest_row(tmp_path, folders):
     import transformers
 
@@ -198,6 +203,7 @@ def test_doctor_counts_the_files_of_the_heaviest_row(tmp_path, folders):
     assert "rows are text" in memory_check(folder, tmp_path / "rows.jsonl").evidence
 
 
+@pytest.mark.slow
 def test_doctor_counts_the_files_of_what_is_to_be_found(tmp_path, folders):
     """Of rows of embeddings each text passes through the model, and the query may have no file."""
     folder = folders("qwen3_vl")
@@ -210,6 +216,7 @@ def test_doctor_counts_the_files_of_what_is_to_be_found(tmp_path, folders):
     assert float(frozen.evidence.split(" GB")[0]) < float(found.evidence.split(" GB")[0]), "it knows the parts"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
 def test_doctor_counts_the_files_of_pairs_and_prompts(tmp_path, folders, kind: str):
     """Of pairs both answers stand behind the files."""

@@ -120,6 +120,7 @@ def test_with_accumulation_it_is_within_5_percent_of_what_is_measured(run, folde
     compare(run, folder, 1, [2], gradient_accumulation_steps=2)
 
 
+@pytest.mark.slow
 def test_state_in_eight_bits_is_that_of_bitsandbytes(bitsandbytes, folder):
     eight, usual = one(folder, optimizer="adamw_8bit"), one(folder)
     assert eight.held["optimizer"] == pytest.approx(usual.held["optimizer"] / 4, rel=0.05)
@@ -132,6 +133,7 @@ def test_muon_keeps_one_value_of_a_matrix_and_adafactor_hardly_any(folder):
     assert adafactor.held["optimizer"] < 0.05 * usual.held["optimizer"]
 
 
+@pytest.mark.slow
 def test_a_frozen_base_lies_in_the_dtype_that_it_is_computed_with_or_in_four_bits(bitsandbytes, folder):
     fp32, bf16, nf4 = (
         one(folder, tuner="lora", **more)
@@ -143,6 +145,7 @@ def test_a_frozen_base_lies_in_the_dtype_that_it_is_computed_with_or_in_four_bit
     assert nf4.flops == bf16.flops
 
 
+@pytest.mark.slow
 def test_each_option_changes_what_it_is_for(folder):
     usual = one(folder)
     again = one(folder, gradient_accumulation_steps=4)
@@ -196,6 +199,7 @@ def held_by_host(folder: Path) -> tuple[int, int]:
     return held, held + returned[0]
 
 
+@pytest.mark.slow
 def test_activations_that_the_host_holds_are_those_of_a_real_run(folder):
     told, usual = one(folder, gpus=[1], activation_offloading=True), one(folder, gpus=[1])
     held, moved = held_by_host(folder)
@@ -392,6 +396,7 @@ def test_every_option_of_sft_is_counted_or_known_not_to_be():
     assert SftConfig.model_fields.keys() - PlanConfig.model_fields.keys() == NOT_COUNTED
 
 
+@pytest.mark.slow
 def test_doctor_plans_the_run_with_all_of_its_options(folder):
     from shardproof.doctor.checks.plan_checks import plan_of
 
@@ -514,6 +519,7 @@ def told_by_a_rank(folder: str) -> str:
     return memory(run, Batch(micro=1, accumulation=1, world_size=2), folder, None)[0].evidence
 
 
+@pytest.mark.slow
 def test_a_rank_can_be_told_what_it_will_hold(run, folder):
     assert "GB a process of 80.00" in run(1, told_by_a_rank, str(folder), timeout=120)[0]
 

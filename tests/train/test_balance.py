@@ -20,6 +20,8 @@ from shardproof.train.options.config import SftConfig
 from shardproof.train.sft import recipe
 from train.test_export import experts
 
+pytestmark = pytest.mark.slow
+
 WEIGHT = 0.5
 ROWS = [{"query": "count " * n, "response": "one two three " * n} for n in (1, 2, 3, 5)]
 

@@ -18,6 +18,8 @@ from shardproof.train.answers.loaded import on_base
 from shardproof.train.options.config import SftConfig
 from shardproof.train.options.rlhf_config import RlhfConfig
 
+pytestmark = pytest.mark.slow
+
 LORA = ["--tuner", "lora", "--lora-rank", "4", "--lora-alpha", "8", "--learning-rate", "3e-3", "--init-lora-weights"]
 TWO = ["--nproc", "2", "--stage", "3"]
 KINDS = {

@@ -18,6 +18,8 @@ from shardproof.train.model.loading import check_model_source
 from shardproof.train.options.config import SftConfig
 from shardproof.train.options.rlhf_config import RlhfConfig
 
+pytestmark = pytest.mark.slow
+
 MADE = ["--tuner", "lora", "--lora-rank", "4", "--lora-alpha", "8", "--rslora", "--learning-rate", "1e-2"]
 BESIDE = ["--modules-to-save", "embed_tokens"]
 ON = ["--learning-rate", "3e-3"]

@@ -14,6 +14,8 @@ from shardproof.train.options.config import SftConfig
 from shardproof.train.sft import recipe
 from shardproof.train.stop import JudgesEvaluations
 
+pytestmark = pytest.mark.slow
+
 EACH = ["--val-split", "0.2", "--eval-steps", "1", "--save-steps", "1", "--max-steps", "9"]
 PASSES = (
     "--val-split 0.2 --max-steps none --epochs 2.5 --eval-strategy epoch --save-strategy epoch --keep-best"

@@ -13,6 +13,8 @@ from shardproof.errors import ConfigError
 from shardproof.train.losses.by_file import best_of, by_file, check_best, names_of, of_each
 from shardproof.train.options.config import SftConfig
 
+pytestmark = pytest.mark.slow
+
 
 def test_names_are_short_and_no_two_are_alike():
     assert names_of(["data/sums.jsonl", "org/math:easy@test", "MS::org/chat", "stdlib"]) == [

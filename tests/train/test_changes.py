@@ -16,6 +16,8 @@ from shardproof.train.model.changes import check_rope, grow, stretch, tokens_of
 from shardproof.train.model.loading import load_model, load_processing, load_tokenizer
 from shardproof.train.options.config import SftConfig
 
+pytestmark = pytest.mark.slow
+
 TOKENS = [f"<|{i}|>" for i in range(2100)]  # the model has 2048 rows, some of them without a token
 FIRST, LAST = TOKENS[0], TOKENS[-1]
 

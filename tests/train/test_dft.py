@@ -10,6 +10,8 @@ from shardproof.train.losses.chunked import chunked_cross_entropy
 from shardproof.train.losses.tokens import dft_loss
 from train.token_losses import assert_same, drawn
 
+pytestmark = pytest.mark.slow
+
 
 def by_hand(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Of each learnt token -p log p, in which the first p is a constant."""

@@ -9,6 +9,8 @@ import pytest
 from shardproof.train.options.batch import Batch, steps_of
 from shardproof.train.rows.sampler import GlobalBatchSampler
 
+pytestmark = pytest.mark.slow
+
 
 def dealt(rows: int, batch: Batch, epoch: int, lengths: list[int] | None = None) -> list[int]:
     """The rows of an epoch, over all ranks, in their order."""

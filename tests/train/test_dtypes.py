@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 from shardproof.train.model.dtypes import own_dtype
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def runs(commands, sft, tiny, tmp_path_factory):

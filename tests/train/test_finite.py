@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 PLUGIN = str(Path(__file__).with_name("losses_for_tests.py"))
 TWO = "--nproc", "2", "--per-device-batch-size", "2", "--global-batch-size", "4"
 

@@ -120,6 +120,7 @@ def test_ctrl_c_ends_after_the_step_with_its_weights(start: Callable[..., Runnin
     check_stopped(running, tmp_path / "out", 130)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "nproc, number",
     [
@@ -177,6 +178,7 @@ EVALUATED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, nproc",
     [

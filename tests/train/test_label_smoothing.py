@@ -16,6 +16,8 @@ from shardproof.train.options.config import SftConfig
 from shardproof.train.run import recipe_of
 from train.token_losses import assert_same, drawn
 
+pytestmark = pytest.mark.slow
+
 FACTOR = 0.2
 
 

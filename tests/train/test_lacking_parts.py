@@ -20,6 +20,8 @@ from shardproof.train.model.loading import load_tokenizer
 from shardproof.train.options.config import SftConfig
 from shardproof.train.rows.media import warn_of_limits
 
+pytestmark = pytest.mark.slow
+
 BOTH = {"freeze": ["vision", "audio"], "part_learning_rates": {"vision": 1e-5, "audio": 1e-5}}
 
 

@@ -104,6 +104,7 @@ def test_a_model_is_trained_on_rows_and_both_are_in_the_cache_then(home: Path, e
     assert json.loads(asked.stdout)["parameters"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [

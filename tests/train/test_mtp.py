@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 MTP = {
     "counted": ("model.layers.61.eh_proj.weight", "model.layers.61.mlp.gate.e_score_correction_bias"),
     "named": ("mtp.0.norm.weight", "model.mtp_block.0.mlp.up_proj.weight"),

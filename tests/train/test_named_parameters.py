@@ -14,6 +14,8 @@ from shardproof.train.options.config import SftConfig
 from shardproof.train.sft import recipe
 from zero.language_models import tiny as small
 
+pytestmark = pytest.mark.slow
+
 NAMED: Any = {"model": "tiny", "dataset": ["stdlib"]}
 
 

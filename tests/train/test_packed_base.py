@@ -9,6 +9,8 @@ import pytest
 
 from models.packed_folders import pack
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def runs(tiny: Path, commands, sft, tmp_path_factory: pytest.TempPathFactory):

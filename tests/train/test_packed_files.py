@@ -26,6 +26,8 @@ from shardproof.train.sft import recipe as sft
 from shardproof.train.show import show
 from train.test_families import MEDIA, ROWS
 
+pytestmark = pytest.mark.slow
+
 OMNI = "qwen2_5_omni"
 SPATIAL = "qwen2_vl"  # its decoder looks for packed rows only where positions come with those in space
 TEXT = [{"query": "who?", "response": "me, and others"}]

@@ -21,6 +21,8 @@ from shardproof.train.options.config import SftConfig
 from shardproof.train.sft import recipe as sft
 from train.test_families import MEDIA, ROWS
 
+pytestmark = pytest.mark.slow
+
 OMNI, SPATIAL = "qwen2_5_omni", "qwen2_vl"
 CARRIES = "minicpmv4_6"  # its layers carry a state from token to token
 REFUSED = ["gemma3"]  # its masks are made before its decoder

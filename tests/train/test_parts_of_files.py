@@ -19,6 +19,8 @@ from shardproof.train.sft import recipe as sft
 from train.test_families import MEDIA, ROWS
 from train.test_packed_files import OMNI, check_equal
 
+pytestmark = pytest.mark.slow
+
 KINDS = [OMNI, *(kind for kind in MEDIA if kind != OMNI)]
 FIXED = "--max-steps 3 --global-batch-size 4 --lr-scheduler constant --workers 0 --learning-rate 3e-3"
 WAYS = {

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PLUGINS = str(Path(__file__).with_name("plugins_for_tests.py"))
 OWN = f"--external_plugins {PLUGINS} --model-type scaled_qwen --row-format qa --loss smooth --metrics hits".split()
 OWN += "--optimizer momentum --callbacks notes --learning-rate 0.05".split()

@@ -17,6 +17,8 @@ from shardproof.train.answers.metrics import accuracy, bleu, check_answering, ch
 from shardproof.train.options.config import SftConfig
 from shardproof.train.plugin_calls import own_answer_metric
 
+pytestmark = pytest.mark.slow
+
 OMNI = "qwen2_5_omni"
 PLUGIN = """
 import shardproof

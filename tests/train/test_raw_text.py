@@ -11,6 +11,8 @@ import pytest
 from shardproof.cli import data
 from train.conftest import WORDS
 
+pytestmark = pytest.mark.slow
+
 ONE = ["--nproc", "1", "--stage", "0"]
 TWO = ["--nproc", "2", "--stage", "3"]
 

@@ -10,6 +10,8 @@ import pytest
 from shardproof.data.encoding.template import set_template
 from shardproof.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 PLAIN = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 THINKS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"

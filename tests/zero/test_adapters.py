@@ -17,6 +17,7 @@ def check(name: str, stage: int) -> None:
     parity(name, CASES[name], Sharded(stage))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "stage"),
     [

@@ -61,6 +61,7 @@ def check(name: str, stage: int) -> None:
     parity(name, CASES[name], Sharded(stage))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", QUICK)
 def test_two_ranks_equal_one_process(run2, name, stage):

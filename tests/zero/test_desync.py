@@ -238,6 +238,7 @@ def test_a_state_dict_on_one_rank_raises_where_the_others_wait_outside(tmp_path)
     assert "in torch.distributed.barrier" in text
 
 
+@pytest.mark.slow
 def test_ranks_that_all_wait_in_the_engine_end_at_some_time(tmp_path):
     """No rank sits outside of it: a mistake of the engine's own, which must not go on for ever either."""
     _, errors, seconds = run("a mistake of the engine", tmp_path, patience=1.0)

@@ -140,6 +140,7 @@ def other_paths() -> Iterator[Any]:
         yield pytest.param(*case, marks=[] if case in default else pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "stage"), other_paths())
 def test_so_do_ranks_on_different_paths(run, world, stage):
     """Each takes what one process adds in the order of micro-batches, also where a plan is left."""

@@ -282,6 +282,7 @@ def check_shared_rows(stage: int, checkpointing: str) -> None:
         torch.testing.assert_close(value, reference.state_dict()[name], atol=2e-6, rtol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant"])
 @pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_groups_whose_ranks_meet_by_themselves_may_take_any_path(run4, stage, checkpointing):

@@ -108,6 +108,7 @@ def on_ranks(stage: int, edit: str, by_hand: bool) -> list[torch.Tensor]:
     return trained(model, [dist.get_rank()], edit, by_hand, True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer", "by hand"])
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -68,6 +68,7 @@ def check(results: list[list[tuple[list[list[int]], float]]], cache: bool, world
         assert sum(rank[turn][1] for rank in results) / world == pytest.approx(loss, abs=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cache", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize(("stage", "memory"), [(1, "kept"), (2, "kept"), (3, "kept"), (3, "unit by unit")])
 def test_ranks_generate_to_different_lengths(run2, stage, memory, cache):

@@ -98,6 +98,7 @@ def check_as_on_accelerators(name: str, stage: int) -> None:
         check(name, stage)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name, stage", cases(ON_FOUR, [1]))
 def test_so_it_is_on_two_ranks_that_keep_what_they_gathered(run2, name, stage):
     run2(check_as_on_accelerators, name, stage)
@@ -117,6 +118,7 @@ def test_one_rank_without_a_group_is_bit_equal_at_the_other_stages_too(name, sta
     check(name, stage)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name, stage", cases(list(CASES), [3]) + cases(ON_FOUR, [0, 1, 2]))
 def test_two_ranks_equal_one_process(run2, name, stage):
     run2(check, name, stage)
@@ -131,6 +133,7 @@ def check_each_with_a_node_of_its_own(name: str, stage: int) -> None:
         autograd.SMALL = small
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name, stage", cases([*ON_FOUR, "backward_to_one_parameter_of_a_block"], [3]))
 def test_so_they_do_where_parameters_are_large(run2, name, stage):
     check_each_with_a_node_of_its_own(name, stage)
@@ -144,6 +147,7 @@ def test_two_ranks_equal_one_process_in_the_other_cases_at_the_other_stages(run2
     run2(check, name, stage)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name, stage",
     cases(ON_FOUR_AT_EVERY_STAGE, STAGES) + cases(ON_FOUR[4:], [3]),

@@ -56,6 +56,7 @@ GRAPHS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name, stage", [(name, stage) for name in GRAPHS for stage in (1, 2, 3) if stage == 3 or name in GRAPHS[:4]]
 )

@@ -63,6 +63,7 @@ def late(stage: int, offload: str, graphs: list[str], **options: Any) -> None:
             compare(usual, train(with_offload(graph, offload, device=DEVICE, **options), Sharded(stage)), tolerance=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", ["optimizer", "all"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_late_copies_change_no_bit(stage, offload):
@@ -166,6 +167,7 @@ def test_the_host_waits_for_nothing(run, stage, world):
     assert run(world, waits, stage, None, 3, 2) == [{}] * world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("offload", ["optimizer", "all"])
 @pytest.mark.parametrize("stage", [0, 3])

@@ -228,6 +228,7 @@ def edit(stage: int | None, kind: str, name: str) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("gradient", n) for n in GRADIENT_EDITS]

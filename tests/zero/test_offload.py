@@ -85,6 +85,7 @@ def test_graphs_give_the_same_bits_on_two_devices(graphs, offload):
 SOME = ["plain", "accumulation_with_no_sync"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("offload", ["optimizer", "all"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_give_the_same_bits_on_two_devices(run2, stage, offload):

@@ -119,6 +119,7 @@ def check(graph: str, optimizer: str, stage: int, rows: int = 1) -> None:
     parity(f"{graph} {optimizer}", case(graph, optimizer), engine)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("graph", ["plain", "tied_embedding_and_head", "a_parameter_used_only_now_and_then"])

@@ -356,12 +356,14 @@ def test_one_rank(check, stage):
     each(check, stage)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 @pytest.mark.parametrize("check", [*CHECKS, "ranks_start_equal"])
 def test_two_ranks(run2, check, stage):
     run2(each, check, stage)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("check", [*CHECKS, "ranks_start_equal"])
 def test_four_ranks(run4, check):
     run4(each, check, 3)

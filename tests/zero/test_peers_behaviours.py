@@ -284,6 +284,7 @@ def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return mse(model, batch)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name, stage", [(name, k) for name in CASES for k in (STAGES if name in MENDED else (1, 3))])
 def test_two_ranks_equal_one_process(run2, name, stage):
     run2(check, name, stage)

@@ -103,12 +103,14 @@ def check(stage: int, name: str, clip: bool, like_an_accelerator: bool) -> None:
 SOME_STAGES = [pytest.param(stage, marks=pytest.mark.slow) if stage in (1, 2) else stage for stage in STAGES]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_an_unusual_step_after_usual_ones_equals_one_process(run2, name, stage):
     run2(check, stage, name, stage != 1, False)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_collectives_that_know_no_tags_keep_their_order(run2, name, stage):
@@ -197,6 +199,7 @@ def goes_on_one_rank(stage: int, like_an_accelerator: bool) -> None:
     assert kept is not None or dist.get_rank() == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("like_an_accelerator", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_model_that_is_gone_on_one_rank_only(run2, stage, like_an_accelerator):
@@ -245,6 +248,7 @@ def around(where: str, stage: int, clip: bool, to_none: bool) -> None:
         torch.testing.assert_close(value, reference.state_dict()[key], atol=2e-6, rtol=1e-5, msg=key)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("to_none", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("stage", [0, 3])

@@ -83,5 +83,6 @@ def limits() -> set[str]:
     return {str(group._get_backend(torch.device("cpu")).options._timeout) for group in groups}
 
 
+@pytest.mark.slow
 def test_every_group_of_ours_may_take_long(run4):
     assert run4(limits) == [{"6:00:00"}] * 4

@@ -95,6 +95,7 @@ def same(stage: int, what: str, each: Each) -> float:
     return apart(trained(None, what, each), trained(stage, what, each))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("each", [averaged, averaged_beside, averaged_together, averaged_of_all, summed])
 @pytest.mark.parametrize("what", OF_VALUES)
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
@@ -178,6 +179,7 @@ def differs(stage: int, kind: str, before: bool) -> float:
     return apart(reduced_by_hand(None, kind, before), reduced_by_hand(stage, kind, before))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["gradient", "grown"])
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])

@@ -20,6 +20,8 @@ from shardproof.train.embedding.pooling import Embedding, embedding_in
 from shardproof.train.options.config import SftConfig
 from train.embedding.test_same_losses import COMMON, LORA, STAGES
 
+pytestmark = pytest.mark.slow
+
 CHECKPOINTED = [
     {"stage": 3, "gradient_checkpointing": True},
     {"stage": 3, "gradient_checkpointing": True, "checkpointing_reentrant": True},

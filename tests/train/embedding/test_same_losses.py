@@ -38,11 +38,13 @@ def test_an_encoder_and_micro_batches(trained) -> None:
     check(trained, "encoder", "matched", [{"stage": 0}, {"stage": 3}], gradient_accumulation_steps=2)
 
 
+@pytest.mark.slow
 def test_labels_of_pairs(trained) -> None:
     check(trained, "encoder", "scored", [{"stage": 1}, {"stage": 3}], "--loss", "cosine_similarity")
     check(trained, "decoder", "scored", [{"stage": 2}], "--loss", "contrastive", pooling="mean")
 
 
+@pytest.mark.slow
 def test_adapters(trained) -> None:
     check(trained, "decoder", "matched", [{"stage": 0}, {"stage": 3}], **LORA)
 

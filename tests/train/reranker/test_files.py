@@ -23,6 +23,8 @@ from shardproof.train.reranker.ranker import AskedRanker
 from shardproof.train.reranker.scoring import scoring_in
 from shardproof.train.run import recipe_of
 
+pytestmark = pytest.mark.slow
+
 WORDS = {"true_token_id": 60, "false_token_id": 61}
 ROWS: list[dict[str, Any]] = [
     {

@@ -35,11 +35,13 @@ def test_pairs_on_an_encoder(trained) -> None:
     check(trained, "encoder", [{"stage": 0}, {"stage": 3}])
 
 
+@pytest.mark.slow
 def test_lists_on_a_decoder(trained) -> None:
     check(trained, "decoder", [{"stage": 2}, {"stage": 3}], loss="listwise", loss_temperature=0.5)
     check(trained, "decoder", [{"stage": 3}], loss="listwise", tuner="lora", lora_rank=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task, model", [("reranker", "decoder"), ("generative_reranker", "asked")])
 def test_rows_that_ranks_share(trained, task: str, model: str) -> None:
     shared = {"sequence_parallel": 2, "gradient_accumulation_steps": 4}

@@ -96,6 +96,7 @@ def test_calls_that_all_fail_are_told(pools: Any, caller: Path, tmp_path: Path) 
     assert [text for text in told if text.startswith(start)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, words",
     [

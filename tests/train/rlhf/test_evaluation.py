@@ -29,6 +29,7 @@ def evaluated(rlhf: Any, kind: str, ranks: int, micro: int, **more: Any) -> dict
     return {name: value for name, value in record.items() if name.startswith("eval_")}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["dpo", "kto", "orpo", "simpo", "cpo", "rm", "gkd"])
 def test_two_ranks_say_what_one_says(rlhf, kind: str) -> None:
     one, two = (evaluated(rlhf, kind, ranks, micro=2) for ranks in (1, 2))
@@ -38,12 +39,14 @@ def test_two_ranks_say_what_one_says(rlhf, kind: str) -> None:
     assert told <= {"loss", *FIGURES[kind]}, "what --best-metric may name"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("kto", "rm"))])
 def test_so_do_two_that_share_rows(rlhf, kind: str) -> None:
     one = evaluated(rlhf, kind, 1, micro=2)
     assert evaluated(rlhf, kind, 2, micro=2, sequence_parallel=2) == pytest.approx(one, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BY_ROW)
 def test_means_over_rows_do_not_depend_on_the_micro_batch(rlhf, kind: str) -> None:
     each, four = (evaluated(rlhf, kind, 1, micro) for micro in (2 if kind == "kto" else 1, 4))

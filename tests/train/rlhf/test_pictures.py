@@ -151,12 +151,14 @@ def test_so_it_does_of_pictures_in_slices(rlhf: Any, pictured: Path, slicing: Pa
     check(rlhf, options(kind, pictured, slicing), [STAGES[3]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dpo", *(pytest.param(k, marks=pytest.mark.slow) for k in ("kto", "orpo", "rm"))])
 def test_so_it_does_where_ranks_share_rows(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
     four = {"per_device_batch_size": 4} if kind == "kto" else {"gradient_accumulation_steps": 2}
     check(rlhf, options(kind, pictured, seeing), [{"stage": 3, "sequence_parallel": 2, **four}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["kto", *(pytest.param(k, marks=pytest.mark.slow) for k in ("dpo", "orpo", "rm", "gkd"))]
 )
@@ -278,6 +280,7 @@ def judged_by(judge: Path, argv: list[str]) -> list[str]:
     return [*argv[: argv.index("--reward-funcs")], "--reward-model", str(judge)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_a_reward_model_sees_what_is_judged(
     rlhf: Any, pictured: Path, seeing: Path, judging: Path, kind: str, tmp_path: Path
@@ -299,6 +302,7 @@ def test_it_gives_the_rewards_that_it_gives_alone(
     assert [line["rewards"]["judge"] for line in lines] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [pytest.param("pupil", marks=pytest.mark.slow), "teacher"])
 def test_what_is_written_about_pictures_is_learnt_from(rlhf: Any, pictured: Path, seeing: Path, who: str) -> None:
     """Answers of the pupil itself, or of its teacher, by the most probable tokens: the same on any number of ranks."""
@@ -362,6 +366,7 @@ def heard(pictured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["grpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "gkd", "kto", "rloo"))]
 )
@@ -370,6 +375,7 @@ def test_so_it_does_of_an_omni_model(rlhf: Any, heard: Path, hearing: Path, kind
     check(rlhf, options(kind, heard, hearing), [STAGES[3]])
 
 
+@pytest.mark.slow
 def test_so_it_does_of_videos(rlhf: Any, heard: Path, hearing: Path) -> None:
     """Which are lists that nobody may make anew."""
     from PIL import Image

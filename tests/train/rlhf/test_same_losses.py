@@ -91,6 +91,7 @@ def test_stages_give_the_losses_of_one_process(rlhf: Any, kind: str) -> None:
 ALL = [kind if kind == "grpo" else pytest.param(kind, marks=pytest.mark.slow) for kind in ALGORITHMS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ALL)
 def test_so_they_do_without_padding(rlhf: Any, kind: str) -> None:
     """One process computes padding, two do not."""
@@ -109,6 +110,7 @@ def test_so_they_do_with_adapters(rlhf: Any, kind: str) -> None:
 OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("grpo", "kto", "rloo", "ppo", "cpo", "gkd")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dpo", *OTHERS])
 def test_so_they_do_with_adapters_that_are_trained_on(rlhf: Any, adapters: None, kind: str) -> None:
     """TRL's reference is a copy of them, so that the first loss is that of a model beside itself."""
@@ -275,6 +277,7 @@ SHARED = {"sequence_parallel": 2, "gradient_accumulation_steps": 2}  # two ranks
 OFFLINE = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("kto", "orpo", "simpo", "cpo", "rm")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dpo", *OFFLINE])
 def test_so_they_do_where_ranks_share_rows(rlhf: Any, kind: str) -> None:
     shared = {**SHARED, "per_device_batch_size": 4, "gradient_accumulation_steps": 1} if kind in TOGETHER else SHARED

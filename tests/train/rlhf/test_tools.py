@@ -196,6 +196,7 @@ def told_of(prepared: list[Any]) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_calls_that_all_fail_are_told_once(pools: Any, caller: Path, tmp_path: Path) -> None:
     words = "All calls of --tools since the last log, up to step 1, failed, one with {'error': 'no network'}. The"
     for function, times in (("failing", 1), ("add", 0)):

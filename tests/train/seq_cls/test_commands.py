@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BERT = {"low": "shard", "high": "weight", "odd": "rank"}
 
 

@@ -27,6 +27,8 @@ from train.rlhf.algorithms import prepared_for
 from train.seq_cls.conftest import series_of
 from train.seq_cls.test_same_losses import LORA, STAGES
 
+pytestmark = pytest.mark.slow
+
 COMMON = "--max-steps 3 --learning-rate 1e-4 --lr-scheduler constant --global-batch-size 4 --workers 0".split()
 NUMBERED = Labels.numbered(3)
 NAMES = ["--label-names", "red", "grey", "none"]

@@ -49,6 +49,7 @@ def test_an_encoder_and_several_labels(trained) -> None:
 SHARED = {"sequence_parallel": 2, "gradient_accumulation_steps": 4}
 
 
+@pytest.mark.slow
 def test_rows_that_ranks_share(trained) -> None:
     check(trained, "decoder", "named", [{"stage": 3, **SHARED}, {"stage": 2, "gradient_checkpointing": True, **SHARED}])
 
@@ -58,10 +59,12 @@ def test_an_encoder_that_judges_by_the_first_token_of_its_part_is_refused(traine
         check(trained, "encoder", "named", [{"stage": 3, **SHARED}])
 
 
+@pytest.mark.slow
 def test_a_number_to_predict(trained) -> None:
     check(trained, "encoder", "amount", [{"stage": 1}, {"stage": 3}])
 
 
+@pytest.mark.slow
 def test_adapters(trained) -> None:
     check(trained, "decoder", "named", [{"stage": 0}, {"stage": 3}], **LORA)
     check(trained, "encoder", "several", [{"stage": 3}], **LORA)
