@@ -22,7 +22,7 @@ import aside
 from distributed.pool import Pools
 
 SLOW_LIMIT = 3600  # seconds; for other tests pyproject.toml says it
-SAMPLED = 3  # of the cases of a sampled test each third runs: stages come in fours, so that all of them do
+SAMPLED = 5  # of the cases of a sampled test each fifth runs: stages come in fours, so that all of them do
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

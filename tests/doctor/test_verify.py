@@ -8,6 +8,8 @@ import torch
 from shardproof.doctor.config import VerifyConfig
 from shardproof.doctor.verify import Allowed, differences, drifts
 
+pytestmark = pytest.mark.slow
+
 BY_RANK = """
 import os
 

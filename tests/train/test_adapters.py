@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 KINDS = {
     "beside": ["--rslora", "--modules-to-save", "embed_tokens"],  # which is the head as well, and stays so
     "dora": ["--dora"],

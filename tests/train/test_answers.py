@@ -11,6 +11,8 @@ import pytest
 
 from shardproof.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.slow
+
 TOOLS = [{"type": "function", "function": {"name": "weigh", "description": "weighs", "parameters": {}}}]
 ROWS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "what is a gradient"}, {"role": "assistant", "content": "a slope"}]},

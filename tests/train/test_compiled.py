@@ -21,6 +21,8 @@ from shardproof.train.options.config import SftConfig
 from shardproof.train.watching.timeline import Timeline
 from zero.language_models import texts, tiny, train_step
 
+pytestmark = pytest.mark.slow
+
 BUILD = functools.partial(tiny, "Qwen3", num_hidden_layers=12, use_cache=False)
 
 

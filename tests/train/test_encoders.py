@@ -21,6 +21,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_models(tmp_path_factory.mktemp("models"), WORDS, WORDS)["encoder"]
 
 
+@pytest.mark.slow
 def test_commands_refuse_it_and_name_the_tasks(commands, sft, encoder: Path, tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"query": "a", "response": "step", "rejected_response": "rank"}\n' * 8)

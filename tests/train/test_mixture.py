@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ONE = ["--nproc", "1", "--stage", "0"]
 TWO = ["--nproc", "2", "--stage", "3"]
 STREAM = "--streaming --shuffle-buffer-size 5 --max-length 64".split()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FILE = Path(__file__).parents[2] / "examples" / "plain_loop.py"
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from shardproof.train.model.positions import learnt_positions, positions_for
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 

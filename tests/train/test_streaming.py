@@ -12,6 +12,8 @@ from shardproof.data.rows import BadRow
 from shardproof.data.stream import Block, Place
 from shardproof.train.rows.streams import Told
 
+pytestmark = pytest.mark.slow
+
 STREAM = "--streaming --shuffle-buffer-size 10 --max-length 64".split()
 
 

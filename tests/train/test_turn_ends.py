@@ -13,6 +13,8 @@ import pytest
 from shardproof.models.chatml import TURN_END
 from shardproof.models.tiny import PAD, TURN_START
 
+pytestmark = pytest.mark.slow
+
 
 def with_ends(tiny: Path, folder: Path, eos: str, template: str | None = None) -> Path:
     """That model, of which `eos` ends a text."""

@@ -194,6 +194,7 @@ def test_a_rank_at_another_meeting_is_told_at_once(tmp_path, what, doing, others
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_rank_that_sits_in_a_barrier_of_its_own_is_found(tmp_path, stage):
     _, errors, seconds = run("barrier", tmp_path, stage=stage)

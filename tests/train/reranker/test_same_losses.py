@@ -12,6 +12,8 @@ from torch.nn import functional
 
 from shardproof.train.reranker import ranking
 
+pytestmark = pytest.mark.slow
+
 COMMON = "--max-steps 4 --learning-rate 3e-3 --lr-scheduler constant --eval-steps 2 --global-batch-size 8".split()
 KEYS = ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_mrr", "eval_ndcg")
 

@@ -21,6 +21,8 @@ from shardproof.train.run import recipe_of
 from train.reranker.checks import goes_on, lines, ranks_as_it_was_evaluated
 from train.reranker.test_same_losses import check
 
+pytestmark = pytest.mark.slow
+
 TASK_NAME = "generative_reranker"
 
 

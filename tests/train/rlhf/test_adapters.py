@@ -14,6 +14,8 @@ from shardproof.train.adapters.adding import check_named_parts, with_adapters
 from shardproof.train.adapters.begun import REFERENCE, begun, refer_to
 from shardproof.train.options.rlhf_config import RlhfConfig
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def embedded(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:

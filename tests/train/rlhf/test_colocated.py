@@ -16,6 +16,8 @@ from train.conftest import last_of_each
 from train.rlhf.algorithms import prepared_for
 from train.rlhf.vllm_of_transformers import found, given_to_vllm
 
+pytestmark = pytest.mark.slow
+
 OWN = Path(__file__).with_name("rewards_for_tests.py")
 TOOLS = Path(__file__).with_name("tools_for_tests.py")
 ASKED = "--use-vllm --vllm-mode colocate".split()

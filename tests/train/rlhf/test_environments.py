@@ -16,6 +16,8 @@ from train.conftest import last_of_each
 from train.rlhf.algorithms import prepared_for, series_of, series_without_room
 from train.rlhf.test_tools import FUNCTIONS, QUESTIONS, called, caller, prompts_of, told_of, tool
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["caller"]
 
 

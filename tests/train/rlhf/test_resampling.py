@@ -17,6 +17,8 @@ from shardproof.train.rlhf.resampling import with_others
 from shardproof.train.rlhf.variants import check_variant
 from train.rlhf.algorithms import prepared_for, series_of
 
+pytestmark = pytest.mark.slow
+
 REWARDS = Path(__file__).with_name("rewards_for_tests.py")
 
 

@@ -153,6 +153,7 @@ def encoded(tmp_path: Path, config: RlhfConfig, *rows: dict[str, Any]) -> Any:
     return encode(config, read_rows([file], form=form_of(config)), Words())
 
 
+@pytest.mark.slow
 def test_a_column_that_the_first_rows_lack_is_there(tmp_path: Path) -> None:
     """Answers for rewards, and tools, which only later rows have."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
