@@ -57,6 +57,7 @@ def skip_without_packages(name: str) -> None:
 SOME_STAGES = [stage if stage in (0, 3) else pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_give_the_numbers_of_one_process(run2, reference, tmp_path, name, stage):

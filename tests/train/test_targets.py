@@ -18,6 +18,8 @@ from shardproof.train.options.config import SftConfig
 from shardproof.train.options.rlhf_config import RlhfConfig
 from train.test_export import experts
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
 SMALL = {**SIZES, "intermediate_size": 24, "num_hidden_layers": 3, "num_experts_per_tok": 2}
 RANKS = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}

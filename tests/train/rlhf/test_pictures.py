@@ -134,6 +134,7 @@ LESS_OFTEN = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["kto", "grpo", *LESS_OFTEN])
 def test_every_stage_gives_the_losses_of_one_process(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
     check(rlhf, options(kind, pictured, seeing), STAGES)

@@ -21,6 +21,8 @@ from train.conftest import last_of_each
 from train.rlhf.algorithms import prepared_for, series_of, series_without_room
 from train.rlhf.vllm_of_transformers import found, series_with_vllm
 
+pytestmark = pytest.mark.slow
+
 SHOWS_TOOLS = "{{ 'Tools: ' + (tools | tojson) if tools }}" + CHATML
 
 
