@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skip = pytest.mark.skip(reason="slow: runs with --slow")
     seen = Counter[str]()
     for item in items:
-        if item.get_closest_marker("sampled"):
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
             function = item.nodeid.partition("[")[0]
             seen[function] += 1
             if seen[function] % SAMPLED != 1:
