@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ import aside
 from distributed.pool import Pools
 
 SLOW_LIMIT = 3600  # seconds; for other tests pyproject.toml says it
-SAMPLED = 5  # of the cases of a sampled test each fifth runs: stages come in fours, so that all of them do
+# Of the cases of a sampled test each fifth runs, so that of stages, which come in fours, all do; where there are but
+# four, stage 3.
+SAMPLED, FIRST = 5, 3
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,13 +45,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.timeout(SLOW_LIMIT), append=False)
         return
     skip = pytest.mark.skip(reason="slow: runs with --slow")
-    seen = Counter[str]()
+    cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
-            function = item.nodeid.partition("[")[0]
-            seen[function] += 1
-            if seen[function] % SAMPLED != 1:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for sampled in cases.values():
+        kept = sampled[min(FIRST, len(sampled) - 1) :: SAMPLED]
+        for item in sampled:
+            if item not in kept:
                 item.add_marker(pytest.mark.slow)
+    for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(skip)
 

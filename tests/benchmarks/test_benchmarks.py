@@ -58,6 +58,7 @@ def test_padding_is_timed_where_all_have_one_loss() -> None:
     assert all(float(row[1]) > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_attention_of_documents_is_timed_where_both_have_one_loss() -> None:
     table = run("documents.py", "--documents", "3", "--length", "8", "--rounds", "2")
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
@@ -81,6 +82,7 @@ def tiny(throughput: Any, case: str) -> Any:
     return throughput.Setting(engine="plain", model="tiny", case=case, **sizes, rate=0.01, steps=2, warm=1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", ["full", "lora"])
 def test_engines_of_one_accelerator_train_the_same_model(throughput: Any, case: str) -> None:
     setting = tiny(throughput, case)

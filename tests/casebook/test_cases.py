@@ -64,6 +64,7 @@ def test_two_ranks_give_the_numbers_of_one_process(run2, reference, tmp_path, na
     run2(check, name, stage, reference(name, 2), str(tmp_path))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", SOME_STAGES)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.diverges])
 def test_four_ranks_on_different_paths_give_the_numbers_of_one_process(run4, reference, tmp_path, name, stage):

@@ -43,6 +43,7 @@ def test_ours_being_wrong_is_exit_code_1(tmp_path):
     assert not list(tmp_path.iterdir())  # named cases leave no file unless told
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_message_and_exit_code_2(tmp_path):
     for argv, text in [
         ("--case plain_lop", "Did you mean plain_loop?"),

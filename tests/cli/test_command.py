@@ -186,6 +186,7 @@ def test_plan_wants_a_model(tmp_path) -> None:
     assert "--model is missing." in shardproof("plan", cwd=tmp_path).stderr
 
 
+@pytest.mark.slow
 def test_debug_shows_the_traceback(tmp_path) -> None:
     done = shardproof(*named(["sft", "--model", "./missing", "--debug"]), cwd=tmp_path)
     assert done.returncode == 2
@@ -202,6 +203,7 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path, rows: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_rows_that_are_all_too_long_stop_the_run(tmp_path, rows: Path) -> None:
     done = shardproof(*named(["sft", "--dataset", str(rows), "--max-length", "3", "--nproc", "2"]), cwd=tmp_path)
     assert done.returncode == 2

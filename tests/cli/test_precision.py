@@ -23,6 +23,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["sft", "verify"])
 def test_more_processes_than_accelerators_are_refused(
     with_nodes: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
@@ -44,6 +45,7 @@ def test_as_many_processes_as_accelerators_are_not(
     precision.check_devices(nproc)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "processes"), [(0, 2), (1, 1), (4, 2)])
 def test_the_demo_takes_two_processes_where_they_find_devices(
     with_nodes: None, monkeypatch: pytest.MonkeyPatch, count: int, processes: int

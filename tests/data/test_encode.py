@@ -484,6 +484,7 @@ def test_processes_encode_the_same(tokenizer, many, truncation, monkeypatch):
     assert [bad.split(":")[1] for bad in found[0][2]] == ["6", "300"]
 
 
+@pytest.mark.slow
 def test_what_processes_cannot_encode_is_said_as_by_one(tokenizer, many, monkeypatch):
     monkeypatch.setattr(encode, "_FEW", 200)
     tokenizer.chat_template = PLAIN_CHATML

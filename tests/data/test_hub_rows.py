@@ -175,6 +175,7 @@ def test_what_the_hub_does_not_have_is_said(home: Path, endpoint: str, name: str
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow
 def test_what_is_not_in_the_cache_is_no_long_wait_without_the_hub(home: Path) -> None:
     run = shardproof(home, "http://127.0.0.1:9", "data", "show", "--model", "tiny", "--dataset", "org/never")
     assert run.returncode == 2

@@ -628,6 +628,7 @@ def test_the_shortest_sound_is_heard(encoder, rows, files: Path, kind: str) -> N
     assert forward(**MediaCollator(made)([encoded[0]])).loss.isfinite()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen3_omni_moe", "qwen2_audio"])
 def test_sounds_of_any_length_have_in_a_batch_the_losses_that_they_have_alone(
     encoder, rows, files: Path, kind: str
@@ -643,6 +644,7 @@ def test_sounds_of_any_length_have_in_a_batch_the_losses_that_they_have_alone(
     check_batches(encoder(kind), rows(records))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava", "gemma3", "minicpmv4_6", "qwen3_omni_moe"]
 )
@@ -683,6 +685,7 @@ def check_batches(made: MediaEncoder, rows: Any) -> None:
             assert together == pytest.approx(np.average([alone[n] for n in batch], weights=weights), abs=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind, hears", [("qwen2_5_omni", 4), ("qwen2_audio", 2), ("qwen3_omni_moe", None)])
 def test_a_sound_that_a_model_hears_a_part_of_is_no_row(encoder, rows, files, kind: str, hears, workers: int) -> None:

@@ -88,6 +88,7 @@ def step(encoded: EncodedStream, readers: int, count: int) -> list[list[Any]]:
     return [[tuple(row["input_ids"]) for rows, *_ in ranks for row in rows] for ranks in together]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixture", [Mixture(SHARES), ALL])
 def test_a_stream_gives_any_number_of_processes_the_same(files: list[str], tokenizer: Any, mixture: Mixture) -> None:
     alone = step(stream(files, tokenizer, mixture), 1, 30)

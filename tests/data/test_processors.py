@@ -81,6 +81,7 @@ def test_a_processor_that_rewrites_texts_is_refused_once(tiny_models, rows, rewr
         )
 
 
+@pytest.mark.slow
 def test_the_text_that_paligemma_makes_is_not_followed(paligemma: Any, rows) -> None:
     """A token in the middle and a line at the end: it is refused even if somebody hands it over made."""
     with pytest.raises(ConfigError, match="PaliGemmaProcessor writes into a text more than its files"):
@@ -293,6 +294,7 @@ def test_the_font_of_ernie_is_saved_again(tmp_path: Path, font: str | None) -> N
     assert not font or (tmp_path / "again" / font).read_bytes() == b"letters"
 
 
+@pytest.mark.slow
 def test_pictures_without_pillow_name_the_extra(tiny_models) -> None:
     folder = tiny_models("qwen2_5_omni")
     code = (

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from shardproof.data.rows import read_rows
 from shardproof.data.sources.stdlib import LONGEST, SHORTEST, collect, first_paragraph, stdlib_rows
 
@@ -46,6 +48,7 @@ def test_rows_do_not_depend_on_what_was_imported_before():
     assert stdlib_rows() == fresh
 
 
+@pytest.mark.slow
 def test_a_limit_spreads_over_the_whole_library():
     some = stdlib_rows(100)
     assert len(some) == 100

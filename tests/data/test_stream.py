@@ -80,6 +80,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FILES, "rows.parquet"])
 def test_each_kind_is_read_from_any_place_as_it_is_read_whole(
     name: str, write: Callable[..., str], tmp_path: Path
@@ -106,6 +107,7 @@ def test_each_kind_is_read_from_any_place_as_it_is_read_whole(
         assert (row.line, row.messages) == whole[at]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: Any) -> None:
     """Of what Python holds, the most while all of a file is read: the same for ten times as many rows."""
 

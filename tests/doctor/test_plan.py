@@ -191,6 +191,7 @@ def test_a_model_of_72_billion_parameters(tmp_path):
     assert min(fits) in (16, 32)
 
 
+@pytest.mark.slow
 def test_copies_in_machines_are_chosen_where_the_link_between_is_slow(small):
     """Each holds what two ranks would, and sends no weights to the other machine."""
     more = {"stage": "3", "per_device_batch_size": [MICRO], "max_length": [LENGTH], "gradient_checkpointing": ["no"]}

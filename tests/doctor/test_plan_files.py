@@ -133,6 +133,7 @@ def test_a_plan_says_what_it_took_for_granted(folders):
     assert heard[1].startswith("no row has files for them: of its other parts (vision 0 M, talker")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "files", "options", "message"),
     [
@@ -155,6 +156,7 @@ def test_files_that_no_row_can_have_are_refused(folders, kind, files, options, m
     assert message in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_config_finds_the_processor_beside_it_and_alone_has_none(folders, tmp_path):
     config = folders("qwen3_vl") / "config.json"
     assert one(config, "image=84x84").activations > 0
@@ -165,6 +167,7 @@ def test_a_config_finds_the_processor_beside_it_and_alone_has_none(folders, tmp_
             plan(model, "image=84x84")
 
 
+@pytest.mark.slow
 def test_the_command_takes_them(folders, capsys):
     words = "--gpus 2 --stage 3 --max-length 128 --per-device-batch-size 1 --files image=84x84 image=56x56 --json"
     assert main(["plan", "--model", str(folders("qwen3_vl")), *words.split()]) == 0
@@ -307,6 +310,7 @@ def test_pixels_are_followed_however_many_there_are(monkeypatch):
         assert ((pixels == 0).sum((1, 2, 3)) == 192).tolist() == [True, False]
 
 
+@pytest.mark.slow
 def test_rows_stand_as_the_processor_lays_them(folders, tmp_path):
     """Patches of MiniCPM-V stand side by side in one long picture."""
     folder = build_tiny_minicpm_v(tmp_path, ["what?"])
@@ -317,6 +321,7 @@ def test_rows_stand_as_the_processor_lays_them(folders, tmp_path):
     assert one(folder, "image=84x84", max_length=[64]).activations > one(folder, max_length=[64]).activations
 
 
+@pytest.mark.slow
 def test_a_video_of_which_the_seconds_are_asked(folders):
     assert one(folders("qwen3_omni_moe"), "video=56x56x2", max_length=[256]).activations > 0
 

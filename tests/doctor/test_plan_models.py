@@ -63,6 +63,7 @@ def test_operations_are_those_of_products_attention_and_the_experts_that_a_token
     assert some.candidates[0].flops == pytest.approx(by_hand, rel=0.01)
 
 
+@pytest.mark.slow
 def test_experts_in_float32_are_planned(tmp_path):
     """On shapes alone torch takes their products in bfloat16 only, so there was no plan, and doctor knew no memory."""
     folder = config_of(tmp_path, "Qwen3MoeConfig", **EXPERTS)
@@ -88,6 +89,7 @@ def test_adapters_of_experts_are_planned(tmp_path):
     assert plan.candidates[0].held["optimizer"] == pytest.approx(8 * plan.trainable, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
 def test_first_blocks_may_differ_from_those_that_follow(tmp_path, again):
     """As of DeepSeek-V3, whose first ones have no experts. What follows from a few is what all of them take."""

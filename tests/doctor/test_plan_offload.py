@@ -125,6 +125,7 @@ def test_what_lies_elsewhere_and_what_crosses_is_what_a_real_run_keeps_and_moves
         assert real[way]["crossed"] > 0
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_is_not_on_the_device(folder):
     """And a home that is too small does not fit."""
     sizes = {"gpus": [1, 2, 512], "per_device_batch_size": [1], "max_length": [LENGTH], "stage": "0,3"}

@@ -127,6 +127,7 @@ def test_state_in_eight_bits_is_that_of_bitsandbytes(bitsandbytes, folder):
     assert {**eight.held, "optimizer": 0} == {**usual.held, "optimizer": 0}
 
 
+@pytest.mark.slow
 def test_muon_keeps_one_value_of_a_matrix_and_adafactor_hardly_any(folder):
     usual, muon, adafactor = (one(folder, optimizer=name) for name in ("adamw", "muon", "adafactor"))
     assert 0.5 < muon.held["optimizer"] / usual.held["optimizer"] < 0.9, "embeddings and the head have two"
@@ -253,6 +254,7 @@ def live_in_backward(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_what_comes_back_ahead_is_counted(folder, monkeypatch):
     from shardproof.doctor.planning.blocks import repeated_blocks
     from shardproof.doctor.planning.imagine import Rank
@@ -429,6 +431,7 @@ def test_doctor_plans_the_run_with_all_of_its_options(folder):
     assert len(make_plan(alone).candidates) == 1
 
 
+@pytest.mark.slow
 def test_the_command_takes_them_and_says_so(folder, capsys):
     rows = ["--per-device-batch-size", "1", "--max-length", "64", "--stage", "3", "--gpus", "4"]
     more = ["--chunked-loss", "--activation-offloading", "--gradient-accumulation-steps", "2", "--stochastic-rounding"]
@@ -444,6 +447,7 @@ def test_the_command_takes_them_and_says_so(folder, capsys):
         assert word in text
 
 
+@pytest.mark.slow
 def test_models_beside_the_trained_one_and_answers_are_counted(folder):
     """As `rlhf` holds them: a reference at a stage of its own, and what attention keeps while answers are written."""
     from shardproof.doctor.planning.others import asked_only, beside, kept_by, while_writing
@@ -543,6 +547,7 @@ def test_a_plugins_model_under_another_name_is_not_counted_as_that(folder):
     assert (check.status, "--model-type own is a plugin's" in check.evidence) == ("warn", True)
 
 
+@pytest.mark.slow
 def test_what_is_left_can_hold_gathered_weights(folder):
     from shardproof.doctor.planning.plan_view import verdict
 
@@ -554,6 +559,7 @@ def test_what_is_left_can_hold_gathered_weights(folder):
     assert "--keep-gathered" not in verdict(plan, config)
 
 
+@pytest.mark.slow
 def test_a_switch_of_sft_may_stand_alone_in_a_plan(folder, capsys) -> None:
     """Also because a plan names the fastest run so."""
     asked = ["plan", "--model", str(folder), "--gpus", "2", "--stage", "3", "--max-length", "64", "--json"]

@@ -53,6 +53,7 @@ def begun(folder: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str, to
     return ours, theirs.state_dict(), losses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", KINDS)
 def test_adapters_begin_as_those_of_peft(run2: Run, tmp_path: Path, name: str) -> None:
     for ours, theirs, (loss, their_loss, base) in run2(begun, str(saved(tmp_path, KINDS[name][0])), name):

@@ -47,6 +47,7 @@ def counted(trainer: type[Trainer], folder: Path) -> float:
     return runs.state.total_flos
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("trainer", [Trainer, CountsByItself])
 def test_the_operations_are_those_of_trainer(tmp_path: Path, trainer: type[Trainer]) -> None:
     assert counted(sharded(trainer), tmp_path) == counted(trainer, tmp_path) > 0

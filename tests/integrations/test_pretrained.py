@@ -304,6 +304,7 @@ def adapters(folder: str, kind: str) -> Any:
     return results
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_adapters_on_a_model_without_values(run2: Run, tmp_path: Path, kind: str) -> None:
     folder = str(saved(tmp_path, ADAPTERS[kind][0]))

@@ -109,6 +109,7 @@ def test_a_checkpoint_that_could_not_be_written_is_not_the_best(
     assert (tmp_path / f"checkpoint-{best}").is_dir()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_still_being_written_may_be_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +141,7 @@ def test_a_run_that_is_at_its_end_trains_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (1, 2, 3)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", [{"max_steps": 2}, {"lr_scheduler_type": "constant"}])
 def test_from_its_first_step_on_a_run_has_the_rates_of_its_own_schedule(tmp_path: Path, change: dict[str, Any]) -> None:
     """Not those of the run that wrote the checkpoint, which may have been at its end, at 0."""

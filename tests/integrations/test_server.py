@@ -140,6 +140,7 @@ CASES = [("GRPO", 3, False), ("GRPO", 3, True), ("RLOO", 1, True), ("GRPO", 0, T
 SLOW = [(name, stage, lora) for name in ("GRPO", "RLOO") for stage in range(4) for lora in (False, True)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name, stage, lora",
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in CASES)],

@@ -73,6 +73,7 @@ def interrupted(folder: str, stage: int, optim: str) -> tuple[list[float], list[
     return losses(whole), losses(again)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage, optim", [(0, "adamw_torch"), (1, "adamw_torch"), (3, "adamw_torch"), (3, "adafactor")])
 def test_a_run_resumes_from_trainers_own_checkpoints(run2, tmp_path, stage, optim):
     for whole, again in run2(interrupted, str(tmp_path), stage, optim, timeout=180):
@@ -225,6 +226,7 @@ def compiled(folder: str, stage: int) -> tuple[list[float], list[float], list[bo
     return losses(plain), losses(run), [layer._compiled_call_impl is not None for layer in run.model.model.layers]
 
 
+@pytest.mark.slow
 def test_torch_compile_compiles_the_blocks(run2, tmp_path):
     for plain, run, blocks in run2(compiled, str(tmp_path), 3):
         assert run == pytest.approx(plain, abs=1e-5)

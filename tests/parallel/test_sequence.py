@@ -116,6 +116,7 @@ def sent_in_a_step() -> tuple[int, int]:
     return sequence.bytes_sent - before, 2 * 4 * elements // 2  # forward and backward, fp32, half of it to the other
 
 
+@pytest.mark.slow
 def test_what_is_sent_in_attention_is_counted(run2):
     for counted, expected in run2(sent_in_a_step):
         assert counted == expected
@@ -134,6 +135,7 @@ def test_two_ranks_that_share_rows_train_as_one_process(run2, stage):
     same(run2(in_parts, "Qwen3", stage, 2, ""), "Qwen3")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "stage", "size", "how"),
     [

@@ -54,6 +54,7 @@ def test_one_run_with_the_values_of_its_file_and_text_that_stays_text(evil: Path
     assert {"step", "last loss", "best evaluation loss", "peak memory", "gathered"} <= numbers
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_four_runs_one_long_one_killed_one_empty(tmp_path: Path) -> None:
     many = 100_000

@@ -385,6 +385,7 @@ def late(graphs: list[str], stage: int, **options: Any) -> None:
 SOME = ["plain", "checkpoint_of_a_block_used_twice_nonreentrant", "tied_embedding_and_head"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("offload", [None, "all"])
 def test_late_copies_change_no_bit_of_a_sharded_model(offload):
     late(SOME, 3, offload=offload)

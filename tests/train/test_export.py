@@ -137,6 +137,7 @@ def test_in_another_dtype(more) -> None:
     assert {w.dtype for w in load_file(run.folder / "model.safetensors").values()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_run_with_an_attention_of_its_own_can_be_exported(commands, sft) -> None:
     """What is exported is loaded again with that of the model, and was compared with that of the run."""
     attention = ["--attn", "eager", "--packing", "--max-steps", "1", "--save-steps", "1"]
@@ -228,6 +229,7 @@ def experts(tiny: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("kind", ["tied", "experts", "omni"])
 def test_what_is_exported_is_the_same_model(tiny: Path, tiny_models, tmp_path: Path, kind: str, lora: bool) -> None:
@@ -274,6 +276,7 @@ def test_tensors_that_are_merged_have_the_dtype_of_their_base(tiny: Path, tmp_pa
     assert {value.dtype for value in load_file(done.folder / "model.safetensors").values()} == {torch.bfloat16}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "asked", "told"), [("qwen2_vl", 3136, 3136), ("qwen2_vl", 9, 784), ("llava", 9, None)]
 )
@@ -317,6 +320,7 @@ def exported_beside(base: Path, run: Path, out: Path) -> tuple[Any, torch.Tensor
         return exported, exported(input_ids=ids).logits, expected
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("targets", "tokens"),
     [
@@ -338,6 +342,7 @@ def test_adapters_on_one_end_of_tied_weights_leave_the_other_as_it_is(
     assert exported.lm_head.weight is not exported.model.embed_tokens.weight
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "more",
     [{"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, {"trainable_token_indices": [5, 9]}],
@@ -420,6 +425,7 @@ def test_adapters_are_no_model(tmp_path: Path) -> None:
     assert not judges(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["checkpoint-1", "model"])
 def test_a_base_that_is_gone_is_named(tmp_path, tiny: Path, commands, sft, what: str) -> None:
     """A checkpoint holds what was trained and not the model's config; adapters do not hold the model."""

@@ -121,6 +121,7 @@ def test_what_the_hub_does_not_have_is_said(home: Path, endpoint: str, words: tu
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("words", [("--model", "MS::org/never"), ("--model", "tiny", "--dataset", "MS::org/never")])
 def test_what_is_not_in_the_cache_is_no_long_wait_without_the_hub(home: Path, words: tuple[str, ...]) -> None:
     run = shardproof(home, NOBODY, "data", "show", *words)

@@ -32,6 +32,7 @@ def close(weights: dict[str, Any], got: dict[str, Any]) -> bool:
     return all(torch.allclose(got[name], value, atol=2e-3) for name, value in weights.items())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_train_as_one_process(run2, stage):
     weights, begun = trained(0, of_matrices), trained(0, of_matrices, steps=0)

@@ -444,6 +444,7 @@ def test_a_size_that_is_given_or_cannot_be_met_names_the_one_to_give(sizes) -> N
     assert "The run goes on with" not in sizes["same"].output
 
 
+@pytest.mark.slow
 def test_a_checkpoint_at_the_end_of_the_run_says_so(whole, commands, sft) -> None:
     """A scheduler may start a run again that has come to its end: that is no error, and no training either."""
     from shardproof.doctor.checks.resume_checks import ended
@@ -484,6 +485,7 @@ def test_other_rows_are_refused(resumed) -> None:
     assert "2 rows stand in other places than they did, the first at" in resumed["moved"].output.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_another_optimizer_is_refused_before_anything_starts(bitsandbytes, whole, commands, sft) -> None:
     step2 = str(whole["full"].folder / "checkpoint-2")
     (run,) = commands([("other", sft("--save-steps", "2", "--resume", step2, "--optimizer", "adamw_8bit"))]).values()

@@ -17,6 +17,7 @@ def fields(folder: Path) -> dict:
     return {name: said[name] for name in HOW}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truncation", [None, TRUNCATION])
 def test_padding_and_truncation_are_those_of_the_base(
     commands, tiny_models, files: Path, tmp_path: Path, truncation: dict | None

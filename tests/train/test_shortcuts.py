@@ -257,6 +257,7 @@ def test_the_loss_in_parts_is_the_loss_and_holds_no_logits(frozen):
     assert parts.numel < whole.numel / 4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_so_it_is_for_many_tokens_in_half_precision(dtype):
     model = qwen().to(dtype)

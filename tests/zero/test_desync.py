@@ -143,6 +143,7 @@ def test_an_exception_on_one_rank_is_shown_there_and_named_elsewhere(tmp_path):
             assert re.search(r"Rank [02] waited for .* at .*train.py:\d+", other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["kill", pytest.param("kill, one looks before the other", marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_is_named(tmp_path, what):
     _, errors, seconds = run(what, tmp_path)
@@ -170,6 +171,7 @@ def test_who_goes_on_alone_with_a_model_is_told_how_the_others_wait(tmp_path):
     assert messages(errors) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "doing", "others"),
     [

@@ -153,6 +153,7 @@ def test_so_do_ranks_on_different_paths(run, world, stage):
     assert lent > 0 or stage == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_pass_without_gradients_is_one_too(run2, stage):
     norms, weights, _ = learnt_alone("visual")

@@ -101,12 +101,14 @@ def check_any_path(stage: int, checkpointing: str, dynamic: str) -> None:
         torch.testing.assert_close(value, reference.state_dict()[name], atol=2e-6, rtol=1e-5, msg=name)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("checkpointing", ["none", "nonreentrant", "reentrant"])
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_two_ranks_on_different_paths_equal_one_process(run2, stage, checkpointing):
     run2(check_any_path, stage, checkpointing, "auto")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [0, 3])
 def test_four_ranks_on_different_paths_equal_one_process(run4, stage):
     run4(check_any_path, stage, "none", "all")

@@ -92,6 +92,7 @@ def test_a_barrier_before_a_collective_of_ones_own(run2, memory):
     assert first[0] != first[1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("memory", AMOUNTS)
 def test_one_of_four_generates_nothing(run4, memory):
     check(run4(alternate, 3, AMOUNTS[memory], True, 4), True, 4)

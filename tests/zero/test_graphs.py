@@ -69,12 +69,14 @@ def cases(names: list[str], stages: list[int]) -> list[object]:
 
 
 # On one rank stages differ only in when gradients are taken over: at stage 1 at the end of backward.
+@pytest.mark.sampled
 @pytest.mark.parametrize("name, stage", cases(list(CASES), [3]))
 def test_one_rank_without_a_group_is_bit_equal_to_plain_torch(name, stage):
     check(name, stage)
 
 
 # Then torch saves weights as it does without an engine; these runs are too short to get there.
+@pytest.mark.sampled
 @pytest.mark.parametrize("name, stage", cases(list(CASES), [3]))
 def test_so_it_is_behind_the_first_steps(monkeypatch, name, stage):
     monkeypatch.setattr(Invariants, "early", False)

@@ -115,7 +115,8 @@ def in_any_order(stage: int, steps: int) -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.sampled
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_copies_add_the_same_gradients_in_the_same_order(run4, stage):
     """Sums of the same numbers in another order differ in last bits, and copies would drift apart."""
     run4(in_any_order, stage, 8)

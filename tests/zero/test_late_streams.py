@@ -103,6 +103,7 @@ def test_files_are_copied_by_way_of_page_locked_memory(tmp_path, monkeypatch, pr
     assert not files & crossed
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("offload", ["optimizer", "all"])
 def test_nor_in_bf16(offload):
     graphs = ["plain", "accumulation_with_no_sync", "edit_by_masks_and_foreach"]
@@ -161,6 +162,7 @@ def test_a_look_at_a_number_is_counted():
     assert mode.waits == {"_local_scalar_dense": 1, "index": 1, "_to_copy": 1}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_the_host_waits_for_nothing(run, stage, world):

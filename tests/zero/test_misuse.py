@@ -72,6 +72,7 @@ def interrupted(stage: int, through_root: bool) -> tuple[list[float], list[float
     return found[0], found[1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("through_root", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_ctrl_c_in_a_forward_pass_that_is_tried_again(run2, stage, through_root):
@@ -264,6 +265,7 @@ def moving_average(stage: int | None, how: str) -> list[torch.Tensor]:
     return [p.detach().clone() for p in average.parameters()]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["entries", "one at a time"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_edit_of_an_entry_of_state_dict_counts(run2, stage, how):

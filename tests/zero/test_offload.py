@@ -168,6 +168,7 @@ def test_what_is_gathered_several_times_in_a_step_is_cast_once_and_crosses_in_th
     assert half[torch.float32] == whole["cast"] == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("offload", ["optimizer", "all"])
 def test_in_bf16_two_devices_give_the_same_bits(run2, offload):
     run2(apart, SOME, 3, offload, mixed_precision=torch.bfloat16)
@@ -268,6 +269,7 @@ def in_files(graph: str, stage: int) -> None:
         parity(graph, with_offload(graph, f"nvme:{folder}"), Sharded(stage))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("graph", ["a_parameter_used_only_now_and_then", *SOME])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_with_files_equal_one_process(run2, graph, stage):

@@ -38,6 +38,7 @@ def with_and_without(graphs: list[str], stage: int) -> None:
         compare(expected, train(CASES[graph], Sharded(stage)), tolerance=0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     "graphs", [pytest.param(SOME, id="some"), pytest.param(list(CASES), id="all", marks=pytest.mark.slow)]

@@ -127,6 +127,7 @@ def test_two_ranks_equal_one_process(run2, graph, optimizer, stage):
     run2(check, graph, optimizer, stage)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_four_ranks_equal_one_process_with_copies_too(run4, optimizer, rows):

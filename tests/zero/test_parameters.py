@@ -350,6 +350,7 @@ CHECKS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("check", CHECKS)
 def test_one_rank(check, stage):

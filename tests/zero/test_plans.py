@@ -137,6 +137,7 @@ def says(stage: int, name: str) -> list[str]:
     return lines
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", SOME_STAGES)
 def test_who_differs_is_said_once_with_the_names_of_the_units(run2, stage):
     lines = [line for said in run2(says, stage, "a_tower_on_one_rank") for line in said]
@@ -174,6 +175,7 @@ def alternate(stage: int) -> tuple[int, int]:
     return after.votes - before.votes, after.votes_apart
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", STAGES)
 def test_models_that_take_turns_have_plans_too(run2, stage):
     apart = [votes_apart for _, votes_apart in run2(noop)]

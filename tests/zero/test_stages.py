@@ -38,6 +38,7 @@ def same_bits(name: str, stage: int) -> None:
     compare(train(case, Sharded(stage)), train(case, Averaged()), tolerance=0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", SAME_BITS)
 def test_two_ranks_are_bit_equal_to_averaged_gradients(run2, name, stage):
@@ -486,6 +487,7 @@ def other_units(units: list[str], stage: int) -> None:
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("units", [[], ["blocks.*", "blocks.*.up"]])
 def test_numbers_do_not_depend_on_the_choice_of_units(run2, units):
     run2(other_units, units, 3)

@@ -316,6 +316,7 @@ def test_an_optimizer_of_sparse_gradients_is_refused(run2, stage):
         run2(sparse, stage)
 
 
+@pytest.mark.slow
 def test_an_optimizers_step_may_be_compiled(run2):
     run2(compiled_step, 3)
 

@@ -103,6 +103,7 @@ def test_by_hand_as_in_plain_torch(run2, stage, what, each):
     assert max(run2(same, stage, what, each)) < 1e-6
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("each", [of_rank_one, dealt_out])
 @pytest.mark.parametrize("what", ["gradient", "data"])
 @pytest.mark.parametrize("stage", [0, 3])

@@ -217,6 +217,7 @@ def _(env: Env, model: Net, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name, stage", [(name, stage) for name in CASES for stage in (1, 3)])
 def test_two_ranks_equal_one_process(run2, name, stage):
     run2(check, name, stage)

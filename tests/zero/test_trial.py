@@ -403,6 +403,7 @@ def check(graph: str, optimizer: type, stage: int) -> None:
     parity(f"{graph} {optimizer.__name__}", dataclasses.replace(CASES[graph], **options), Sharded(stage))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("optimizer", [Plain, ByNorm, AdamWClipped, MatricesOnly, InAttribute, Prepared])
 def test_two_ranks_equal_one_process(run2, optimizer, stage):

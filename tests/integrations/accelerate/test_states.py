@@ -70,6 +70,7 @@ def goes_on(layout: str, before: int, after: int, folder: str) -> tuple[list[flo
     return got, expected
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (3, 3), (1, 3)])
 @pytest.mark.parametrize("layout", ["one optimizer of two models", "two optimizers of one model"])
 def test_a_loop_goes_on_with_other_numbers_of_optimizers(run2, tmp_path: Path, layout: str, before: int, after: int):

@@ -34,6 +34,7 @@ def test_a_decoder_at_every_stage(trained) -> None:
     check(trained, "decoder", "matched", STAGES)
 
 
+@pytest.mark.slow
 def test_an_encoder_and_micro_batches(trained) -> None:
     check(trained, "encoder", "matched", [{"stage": 0}, {"stage": 3}], gradient_accumulation_steps=2)
 

@@ -140,6 +140,7 @@ def test_every_stage_gives_the_losses_of_one_process(rlhf: Any, pictured: Path, 
     check(rlhf, options(kind, pictured, seeing), STAGES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
@@ -203,6 +204,7 @@ def logps(model: Any, processor: Any, pictured: Path, row: dict[str, Any], answe
     return found[words], answers[words]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["orpo", "cpo", "simpo"])
 def test_losses_of_pairs_are_those_of_the_papers(
     rlhf: Any, tmp_path: Path, pictured: Path, seeing: Path, kind: str
@@ -316,6 +318,7 @@ def test_what_is_written_about_pictures_is_learnt_from(rlhf: Any, pictured: Path
     assert all(record["grad_norm"] > 1e-3 for record in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gkd", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ANSWERED[:-1])])
 @pytest.mark.parametrize("seen", [0, 1])
 def test_pictures_in_the_rows_to_train_on_alone_or_in_the_others(
@@ -659,6 +662,7 @@ def test_values_are_of_the_pictures_that_answers_are_about(
     assert any(wanted for _, wanted in asked)
 
 
+@pytest.mark.slow
 def test_an_evaluation_leaves_files_of_answers_that_are_still_learnt_from(
     pools: Any, tmp_path: Path, pictured: Path, seeing: Path
 ) -> None:

@@ -73,8 +73,8 @@ def check(
     return expected
 
 
-# One of each family; the others of it run with --slow.
-FEW = ("dpo", "kto", "grpo", "ppo")
+# The most used; the others run with --slow.
+FEW = ("dpo", "grpo")
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,7 @@ def test_so_they_do_with_more_than_adapters(rlhf: Any, kind: str, beside: dict[s
     check(rlhf, kind, [{"stage": 3}, CHECKPOINTED[1]], **LORA, **beside)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("grpo", "rm", "kto"))]
 )
@@ -286,6 +287,7 @@ def test_so_they_do_where_ranks_share_rows(rlhf: Any, kind: str) -> None:
     assert rlhf(2, per_rank, *COMMON[:2], *ALGORITHMS[kind], find=bytes_in_attention) > 0
 
 
+@pytest.mark.slow
 def test_experts_are_balanced_over_whole_rows(rlhf: Any, experts: Path) -> None:
     (*_, last) = check(rlhf, "dpo", [{"stage": 3, **SHARED}], model=str(experts))
     assert last["aux_loss"] > 0.1

@@ -42,6 +42,7 @@ def test_a_decoder_at_every_stage(trained) -> None:
     check(trained, "decoder", "named", STAGES)
 
 
+@pytest.mark.slow
 def test_an_encoder_and_several_labels(trained) -> None:
     check(trained, "encoder", "several", [{"stage": 2}, {"stage": 3}])
 

@@ -197,6 +197,7 @@ def dies_before_gloo_knows() -> None:
         assert time.monotonic() - start < 8
 
 
+@pytest.mark.slow
 def test_a_child_of_a_rank_that_is_killed_hides_nothing():
     """The connection that tells of it says who, too."""
     pool = Pool(2)
@@ -388,7 +389,8 @@ class Partial:
         return rank in self.ranks
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.sampled
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_training_is_the_same_whichever_way_messages_go(run4, stage):
     run4(mixed_training, stage)
 
@@ -419,6 +421,7 @@ def sums_in_pieces() -> None:
         sums()
 
 
+@pytest.mark.slow
 def test_sums_that_are_under_way_together_are_not_mixed_up(run2, run4):
     for run in (run2, run4):
         run(sums)

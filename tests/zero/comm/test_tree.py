@@ -57,6 +57,7 @@ def test_no_word_goes_from_each_to_each(in_tree):
     assert in_tree(3, "comm.test_tree", "messages") == [0, 0, 0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_on_different_paths_equal_one_process(in_tree, stage):
     in_tree(2, "test_dynamic", "check_any_path", stage, "nonreentrant", "auto")
