@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from models import shrunk
 from shardproof.errors import ConfigError
 from shardproof.models.families.anatomy import anatomy
 from shardproof.train.adapters.adding import check_named_parts, with_adapters
@@ -71,6 +72,21 @@ def test_all_linear_layers_are_all_of_them(kind: str) -> None:
     assert asked <= found
     others = {re.sub(r".*\.\d+\.", "", name) for name in found - asked}
     assert others == ({"mlp.gate.weight", *PROJECTIONS} if kind in ("DeepseekV3", "Qwen3Moe", "Mixtral") else set())
+
+
+def test_any_decoder_gets_adapters() -> None:
+    """Without a word about where, also where PEFT refuses some of the layers."""
+    without = {}
+    for kind in shrunk.kinds():
+        model = shrunk.build(kind)
+        every = linear(model)
+        if left := every - adapted(model):
+            without[kind] = {name.split(".")[-2] for name in left}
+    refused = {kind: {"out_proj"} for kind in ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")}
+    unreached = {"gemma3": {"fc1", "fc2", "out_proj"}}  # what pools its tower's vectors
+    shared = {kind: without.pop(kind) for kind in ("zamba", "zamba2")}  # layers that stand in several blocks
+    assert without == {**refused, **unreached, "deepseek_v4": {"o_a_proj"}}
+    assert all("out_proj" not in left for left in shared.values())
 
 
 def test_those_of_one_part_leave_the_experts_of_others_alone(tiny_models) -> None:

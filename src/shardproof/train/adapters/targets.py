@@ -143,9 +143,10 @@ def _stacks_given(model: Any, config: RunConfig, idle: _Idle, every: Sequence[st
 
 
 def linear_layers(model: Any, parts: Sequence[str]) -> list[str] | str:
-    """The linear layers of these parts but for heads and `OTHERS`, which is what `all-linear` means; the same words
-    where the model has no other parts."""
-    if set(anatomy(model).part_of.values()) <= set(parts) and not any(map(_is_other, model.modules())):
+    """The linear layers of these parts but for heads, `OTHERS` and what PEFT refuses, which is what `all-linear` means;
+    the same words where the model has no other parts."""
+    left = any(map(_is_other, model.modules())) or _refused(model)
+    if set(anatomy(model).part_of.values()) <= set(parts) and not left:
         return ALL[0]
     return _all_linear(model, parts)
 
@@ -156,18 +157,33 @@ def _is_other(module: Any) -> bool:
     return isinstance(module, nn.Linear) and OTHERS.search(type(module).__name__) is not None
 
 
+def _refused(model: Any) -> set[str]:
+    """Where PEFT takes no adapters, by the last word: kernels of Mamba read only the weights there."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    refused = set()
+    for word in {name.rpartition(".")[2] for name, _ in model.named_modules()}:
+        try:
+            _check_lora_target_modules_mamba(LoraConfig(), model, word)
+        except ValueError:
+            refused.add(word)
+    return refused
+
+
 def _all_linear(model: Any, parts: Sequence[str]) -> list[str]:
     from torch import nn
 
     from shardproof.train.model.parts import heads_of
 
-    part_of = anatomy(model).part_of
+    part_of, refused = anatomy(model).part_of, _refused(model)
     heads = [module for module in heads_of(model) if module is not None]
     return [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and not _is_other(module)
+        and name.rpartition(".")[2] not in refused
         and part_of.get(f"{name}.weight") in parts
         and not any(module is head for head in heads)
         and not f"{name}.".startswith(HEADS)
