@@ -21,6 +21,8 @@ def test_names_are_short_and_no_two_are_alike():
         *("sums", "math_easy_test", "chat", "stdlib")
     ]
     assert names_of(["a/x.jsonl", "b/x.jsonl", "c/x.csv"]) == ["x", "x.2", "x.3"]
+    assert names_of(["a/x.jsonl", "b/x.jsonl", "x.2.jsonl"]) == ["x", "x.2", "x.2.2"]
+    assert names_of(["x.2.jsonl", "a/x.jsonl", "b/x.jsonl"]) == ["x.2", "x", "x.3"]
 
 
 def test_the_best_metric_may_be_of_one_file():

@@ -21,7 +21,8 @@ from shardproof.cli.processes import elastic
 from shardproof.cli.processes.launch import Ended
 from shardproof.train.options.batch import Batch
 from shardproof.train.options.config import SftConfig
-from shardproof.train.run import Prepared
+from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.run import Prepared, again
 
 STEPS = 30
 
@@ -182,6 +183,19 @@ def test_those_that_are_left_go_on_in_whole_groups(given, left: int, tmp_path: P
     assert elastic.launch_run(lambda *_: 0, prepared, 4) == 0
     assert [nproc for nproc, _ in begun] == [4, left]
     assert [batch.whole for _, batch in begun] == [12, 12]
+
+
+def test_that_losses_are_others_on_those_that_are_left_is_told(tmp_path: Path, caplog) -> None:
+    """Once, and in the checkpoints that follow."""
+    config = RlhfConfig(rlhf_type="kto", nproc=2, save_steps=2, max_restarts=1, min_processes=1)
+    prepared = Prepared(config, config.batch(2), tmp_path, "tiny", None, [], None, [])
+    prepared.starts = [tmp_path / "first" / "checkpoint-2"]
+    prepared.order = {"run.json": b'{"dealt": {"together": 4, "processes": 2}, "seed": 1}', "rows.crc32": b""}
+    left = again(prepared, 1)
+    assert "2 now and 4 in" in caplog.text
+    assert json.loads(left.order["run.json"]) == {"dealt": {"together": 2, "processes": 1}, "seed": 1}
+    again(left, 1)
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize(("fewest", "said"), [(2, "there are 1 left"), (1, "no number of processes from 1 to 1 fits")])

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardproof.train.watching.recorder import NAMES, Recorder
+from shardproof.train.watching.recorder import NAMES, Recorder, tokens_in
 
 STEPS = 5
 
@@ -110,3 +110,15 @@ def test_the_view_of_a_resumed_run_knows_how_much_is_done() -> None:
 
     Reporter(lambda record: None, Told()).on_train_begin(None, SimpleNamespace(max_steps=20, global_step=16), None)
     assert told == [(20, 16)]
+
+
+def test_tokens_are_those_that_the_model_is_given() -> None:
+    """Of what is masked besides: pixels, what sees a picture, and questions that both answers begin with already."""
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    prompts = {"prompt_attention_mask": mask, "chosen_attention_mask": mask, "rejected_attention_mask": mask}
+    assert tokens_in({"attention_mask": mask, "pixel_attention_mask": torch.ones(2, 1, 8, 8)}) == 7
+    assert tokens_in({"attention_mask": mask, "cross_attention_mask": torch.ones(2, 4, 1, 4)}) == 7
+    assert tokens_in({"attention_mask": mask, "prompt_attention_mask": mask[:, :2]}) == 7  # of gkd
+    assert tokens_in(prompts) == 14  # of orpo and cpo
+    assert tokens_in({"attention_mask": mask, "completion_mask": mask, "KL_attention_mask": mask}) == 14
+    assert tokens_in({"prompt_mask": mask, "completion_mask": mask, "pixel_attention_mask": torch.ones(2, 8, 8)}) == 14

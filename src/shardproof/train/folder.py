@@ -31,6 +31,7 @@ TIMELINE = "timeline.rank{rank}.json"  # of one step
 TRACE = "trace.rank{rank}.json.gz"  # of the steps of --profile
 SAMPLE = "base-weights.json"  # what the weights were that adapters were trained on
 BEGUN = "begun-adapters.safetensors"  # what the adapters began with, where that was taken out of the weights
+WORDS = ("tiny", "stdlib", "same")  # values of options that are no files
 REPORT = "report.html"  # what `shardproof report` makes of all that
 
 
@@ -101,9 +102,11 @@ class RunFolder:
             shutil.rmtree(path, ignore_errors=True)
 
     def forget_after(self, step: int) -> None:
-        """Take the records of later steps out of the logs: the run goes on from `step`."""
+        """Take the records of later steps out of the logs: the run goes on from `step`. Answers that were not written
+        down when its checkpoint was are in that, and are then: those behind the last record of then."""
         for log in (self.metrics, self.completions):
             if log.is_file():
+                step = self.last_step() if log == self.completions and self.metrics.is_file() else step
                 kept = log.with_name(log.name + ASIDE)
                 with log.open("rb") as lines, kept.open("wb") as out:  # a text may hold U+2028, which ends no line here
                     out.writelines(line for line in lines if _step(line) <= step)
@@ -116,7 +119,8 @@ class RunFolder:
     def last_step(self) -> int:
         """The last step that metrics.jsonl tells of, 0 where there is none."""
         lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.is_file() else []
-        return int(json.loads(lines[-1])["step"]) if lines else 0
+        known = (step for line in reversed(lines) if (step := _step(line)) != float("inf"))
+        return int(next(known, 0))
 
     def checksum_of_steps(self) -> int:
         """Of what metrics.jsonl tells of steps, without evaluations: it is another one where steps were taken."""
@@ -149,8 +153,9 @@ class RunFolder:
         of_this_start = {"output_dir", "overwrite", "resume", "debug"}
         values = config.model_dump(exclude=of_this_start | {"nnodes", "node_rank", "master_addr", "master_port"})
         for name in config.sources:
+            absolute = _function_absolute if name == "reward_funcs" else _absolute
             value = values[name]
-            values[name] = [_absolute(source) for source in value] if isinstance(value, list) else _absolute(value)
+            values[name] = [absolute(source) for source in value] if isinstance(value, list) else absolute(value)
         if config.chat_template and not is_template(config.chat_template) and config.chat_template not in BUILT_IN:
             values["chat_template"] = _absolute(config.chat_template)
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
@@ -180,7 +185,7 @@ def _next_free(parent: Path, name: str) -> Path:
             raise ConfigError(f"No run folder can be made under {parent.absolute()}: {error.strerror}.") from error
 
 
-def _step(line: bytes) -> float:
+def _step(line: bytes | str) -> float:
     """The step of a record; infinity where the line was cut off."""
     try:
         return int(json.loads(line)["step"])
@@ -197,8 +202,14 @@ def _absolute(source: str | None) -> str | None:
     if source is None:
         return None
     path, mark, rest = source.partition("#")
-    if not Path(path).exists():
-        path, mark, rest = source.rpartition(":")  # a function in a file
+    if path in WORDS:  # whatever lies here under that name
+        return source
+    return f"{Path(path).absolute()}{mark}{rest}" if Path(path).exists() else _function_absolute(source)
+
+
+def _function_absolute(source: str) -> str:
+    """Of a function in a file. Others are built in, or a plugin's."""
+    path, mark, rest = source.rpartition(":")
     return f"{Path(path).absolute()}{mark}{rest}" if path and Path(path).exists() else source
 
 

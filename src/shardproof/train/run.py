@@ -11,11 +11,13 @@ import copy
 import dataclasses
 import gc
 import importlib
+import json
 import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,6 +60,8 @@ from shardproof.train.options.config import RunConfig
 from shardproof.train.options.patterns import check_patterns
 from shardproof.train.resume import (
     AUTO,
+    DEALT,
+    RUN,
     at_its_end,
     check_order,
     check_saving,
@@ -65,7 +69,6 @@ from shardproof.train.resume import (
     in_own_folder,
     order_of,
     passed_over,
-    same_folder,
     starts,
     step_of,
 )
@@ -125,7 +128,7 @@ class Prepared:
         return tokenizer_of(self.processing)
 
     @property
-    def rows_a_step(self) -> int:
+    def rows_a_step(self) -> int | Fraction:
         return self.batch.whole
 
     @property
@@ -352,7 +355,7 @@ def train(
 def _train_from_the_best(trainer: Any, prepared: Prepared, folder: RunFolder, first: bool) -> None:
     """Train, from the newest checkpoint that is whole where there are any."""
     for number, start in enumerate(prepared.starts, 1):
-        if first and same_folder(start.parent, folder.path):
+        if first:  # what ranks that died have logged since, also where they had begun from another run's checkpoint
             folder.forget_after(step_of(start))
         try:
             trainer.train(resume_from_checkpoint=str(start))
@@ -365,14 +368,21 @@ def _train_from_the_best(trainer: Any, prepared: Prepared, folder: RunFolder, fi
             if first:
                 log.warning("%s Going on from the one before it.", error)
     if first:
-        folder.forget_after(0)  # of ranks that died before there was a checkpoint
+        # Of ranks that died before there was a checkpoint. An evaluation before the first step is there again.
+        folder.forget_after(0 if prepared.starts else -1)
     trainer.train()
 
 
 def again(prepared: Prepared, world_size: int) -> Prepared:
-    """The same run when ranks were lost: from its newest checkpoint, on so many ranks, with the same rows in a step."""
+    """The same run when ranks were lost: from its newest checkpoint, on so many ranks, with the same rows in a step.
+    What is another one on these is told, and stands in the checkpoints that follow."""
     config = prepared.config.model_copy(update={"nproc": world_size, "resume": AUTO})
     changed = copy.copy(prepared)
     changed.config, changed.batch = config, prepared.batch.on(world_size)
     changed.starts = list(dict.fromkeys([*complete(prepared.folder)[::-1], *prepared.starts]))
+    if prepared.order and changed.batch != prepared.batch:
+        for start in changed.starts[:1]:
+            tell_other_processes(dealt(prepared.batch), start, config, changed.batch)
+        said = json.loads(prepared.order[RUN]) | {DEALT: dealt(changed.batch)}
+        changed.order = prepared.order | {RUN: json.dumps(said).encode()}
     return changed

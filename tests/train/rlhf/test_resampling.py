@@ -67,20 +67,22 @@ def options_of(kind: str, model: Path, folder: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "kind, worlds, more",
+    "kind, worlds, micro, more",
     [
-        ("grpo", (2,), ""),
-        pytest.param("grpo", (2, 4), "--beta 0.1 --num-iterations 2", marks=pytest.mark.slow),
-        pytest.param("rloo", (2, 4), "", marks=pytest.mark.slow),
+        ("grpo", (2,), None, ""),
+        ("grpo", (2, 4), 2, ""),
+        pytest.param("grpo", (2, 4), None, "--beta 0.1 --num-iterations 2", marks=pytest.mark.slow),
+        pytest.param("rloo", (2, 4), None, "", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_has_what_teaches_on_any_number_of_ranks(
-    pools: Any, models: dict[str, Path], tmp_path: Path, kind: str, worlds: tuple[int, ...], more: str
+    pools: Any, models: dict[str, Path], tmp_path: Path, kind: str, worlds: tuple[int, ...], micro: int, more: str
 ) -> None:
+    """In one micro-batch of each rank, or as many as it takes."""
     series, answers = {}, {}
     for world in (1, *worlds):
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        asked = ["--dynamic-sample", "--per-device-batch-size", str(8 // world), *more.split()]
+        asked = ["--dynamic-sample", "--per-device-batch-size", str(micro or 8 // world), *more.split()]
         prepared = prepared_for(options_of(kind, models["policy"], tmp_path, *asked), world, [{}], folder)
         series[world] = pools.run(world, series_of, prepared, timeout=300.0)[0][0]
         written = [json.loads(line) for line in (folder / "0/completions.jsonl").read_text().splitlines()]

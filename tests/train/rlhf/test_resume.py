@@ -35,6 +35,17 @@ def test_it_goes_on_as_if_nothing_had_been(
     check_that_it_goes_on(commands, argv_of(kind, models, files), *SAVED.get(kind, (3, 6)), tmp_path)
 
 
+@pytest.mark.slow
+def test_so_it_does_behind_a_step_of_fewer_micro_batches(
+    commands: Any, models: dict[str, Path], files: dict[str, Path], tmp_path: Path
+) -> None:
+    """An epoch of 6 in steps of 4: a run that went on learnt from the last third of its first answers only."""
+    shape = "--steps-per-generation 3 --gradient-accumulation-steps 4 --nproc 2".split()
+    argv = argv_of("rloo", models, files)
+    argv = [*argv[: argv.index("--steps-per-generation")], *shape[:4]]
+    check_that_it_goes_on(commands, argv, 2, 4, tmp_path)
+
+
 def check_that_it_goes_on(commands: Any, argv: list[str], step: int, steps: int, tmp_path: Path) -> None:
     """Bit for bit, with sums between logs, random numbers and answers that are still to be learned from."""
     argv = [*argv, "--max-steps", str(steps), "--save-steps", str(step)]

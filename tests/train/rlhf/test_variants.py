@@ -6,12 +6,15 @@ import importlib.util
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from pydantic import ValidationError
 
 from shardproof.errors import ConfigError
+from shardproof.train.options.config import Batch
 from shardproof.train.options.rlhf_config import RlhfConfig
 from shardproof.train.rlhf.algorithms import ALGORITHMS, EXTRAS, LOSSES, check_algorithm
 from shardproof.train.rlhf.variants import BESIDE, FIGURES, LOSS, OF_LOSSES, WITH_DROPOUT, warn_of_dropout
@@ -19,6 +22,7 @@ from shardproof.train.watching.report import tells
 
 GRPO: dict[str, Any] = {"rlhf_type": "grpo", "reward_funcs": ["length"], "num_generations": 2}
 DPO: dict[str, Any] = {"rlhf_type": "dpo"}
+ONE: dict[str, int] = {"micro": 4, "accumulation": 1, "world_size": 1}
 JUDGED: dict[str, Any] = {"keep_best": True, "eval_steps": 1, "val_split": 0.5}
 
 
@@ -234,3 +238,60 @@ def test_weights_are_finite(name: str, value: float) -> None:
     """TRL adds up what is a number of weighted rewards: with such a weight all were worth 0, and nothing was learnt."""
     with pytest.raises(ValidationError, match="must be a finite number"):
         RlhfConfig(**{name: [1.0, value]})
+
+
+@pytest.mark.parametrize(
+    ("generations", "more"),
+    [(4, {}), (8, {}), (8, {"num_iterations": 2}), (16, {"steps_per_generation": 2}), (4, {"num_iterations": 3})],
+)
+def test_an_epoch_has_answers_to_every_row(generations: int, more: dict[str, int]) -> None:
+    """Where a step learns from a part of the answers to a row, a run ended when half of the rows had been asked."""
+    from trl.trainer.utils import RepeatSampler
+
+    from shardproof.train.rlhf.recipe import RlhfPrepared
+
+    config, batch = RlhfConfig(**GRPO | more | {"num_generations": generations}), Batch(**ONE | {"micro": 8})
+    prepared = RlhfPrepared(config, batch, Path(), "", None, range(16), None, [])
+    at_once = batch.micro * (config.steps_per_generation or 1)
+    often = config.num_iterations * (config.steps_per_generation or 1)
+    theirs = RepeatSampler(range(16), generations, at_once // generations, often)
+    assert prepared.steps == len(theirs) // at_once
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_the_same_other_questions_are_asked_on_any_number_of_ranks(iterations: int) -> None:
+    """In each step: of several micro-batches, of which ranks have more or fewer, others were asked behind the first."""
+    from shardproof.train.rlhf.generating import Generating
+
+    def asked(ranks: int, step: int) -> list[Any]:
+        micro_batches = 4 // ranks  # of 2 answers each
+        args = SimpleNamespace(seed=1, steps_per_generation=micro_batches)
+        found = []
+        for rank in range(ranks):
+            where = SimpleNamespace(process_index=rank)
+            of = {"train_dataset": range(9), "num_generations": 2, "resamples": 2, "_step": step * micro_batches}
+            found.append(list(Generating._more(SimpleNamespace(args=args, accelerator=where, **of), 2 * micro_batches)))
+        return [[row for of_rank in batches for row in of_rank] for batches in zip(*found, strict=True)]
+
+    for step in (0, iterations, 2 * iterations):
+        assert asked(1, step) == asked(2, step) == asked(4, step)
+    assert asked(1, 0) != asked(1, iterations)
+
+
+def test_a_value_model_decays_as_the_policy_does() -> None:
+    """It did by 0.01, AdamW's own, whatever --weight-decay said, and in its norms and biases, too."""
+    import torch
+    from trl import GRPOTrainer
+
+    from shardproof.train.rlhf.ppo import PpoTrainer
+
+    trainer = PpoTrainer.__new__(PpoTrainer)
+    trainer.args = SimpleNamespace(weight_decay=0.0)
+    trainer.value_model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    for weight_decay in (0.0, 0.5):
+        trainer.args.weight_decay = weight_decay
+        policy = torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.ones(1))], "weight_decay": weight_decay}])
+        with mock.patch.object(GRPOTrainer, "create_optimizer", lambda self, made=policy: made):
+            groups = trainer.create_optimizer().param_groups
+        of_value = {id(p): group["weight_decay"] for group in groups[1:] for p in group["params"]}
+        assert [of_value[id(p)] for p in trainer.value_model.parameters()] == [weight_decay, 0.0, 0.0, 0.0]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,10 @@ MOST = 32  # files that are told apart
 def names_of(sources: Sequence[str]) -> list[str]:
     """Short names of files and datasets, in their order, of which no two are alike: `data/sums.jsonl` is `sums`."""
     names: list[str] = []
-    seen = Counter[str]()
     for source in sources:
         plain = re.sub(r"[^\w.-]+", "_", Path(source).stem).strip("_") or "rows"
-        seen[plain] += 1
-        names.append(plain if seen[plain] == 1 else f"{plain}.{seen[plain]}")
+        numbered = (f"{plain}.{number}" for number in count(2))
+        names.append(next(name for name in chain([plain], numbered) if name not in names))
     return names
 
 

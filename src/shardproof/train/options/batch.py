@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,7 @@ class Batch(BaseModel):
         return f"{self.whole} {self.unit} a step = {self.micro} x {self.accumulation} micro-batch(es) x {readers}"
 
 
-def steps_of(rows: int, whole: int, drop_last: bool) -> int:
+def steps_of(rows: int, whole: int | Fraction, drop_last: bool) -> int:
     """How many steps of `whole` rows an epoch has."""
     return rows // whole if drop_last else -(-rows // whole)
 

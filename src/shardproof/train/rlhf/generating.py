@@ -159,31 +159,40 @@ class Generating(OfTokens):
         return self._sampler
 
     def kept_by_rank(self) -> dict[str, Any]:
-        """And answers that are still to be learned from: they last for --steps-per-generation x --num-iterations."""
-        left = self._step % (self.args.steps_per_generation * self.args.num_iterations)
+        """And answers that are still to be learned from."""
+        written, learnt = divmod(self._step, self._lasting)
         told = {**self._logs, "prompt": [_told(prompt) for prompt in self._logs["prompt"]]}
         return {
             **super().kept_by_rank(),
-            "steps": self.state.global_step,
+            "written": written,  # how often answers were that have lasted
+            "learnt": learnt,
             "epochs": int(self.state.epoch or 0.0),
             "ranks": self.args.world_size,
-            "left": plain_of(self._buffered_inputs) if left else None,
+            "left": plain_of(self._buffered_inputs) if learnt else None,
             "answers": plain_of({name: told[name] for name in told if name != IMAGES}) if told[STEP] else None,
         }
 
+    @property
+    def _lasting(self) -> int:
+        """How many micro-batches learn from the same answers, which TRL has written in the first of them."""
+        return int(self.args.steps_per_generation * self.args.num_iterations)
+
     def take_kept_by_rank(self, kept: dict[str, Any]) -> None:
         super().take_kept_by_rank(kept)
-        self._step = kept["steps"] * self.args.gradient_accumulation_steps
+        # The last step of an epoch may have fewer micro-batches, and other ranks have others.
+        self._step = kept["written"] * self._lasting + kept["learnt"]
         for _ in range(kept["epochs"]):  # TRL's sampler draws each order from the generator that drew the last
             next(iter(self._sampler), None)
         if kept["answers"] is not None:  # they are written down with the next log
             _extend(self._logs, kept["answers"])
         if kept["left"] is None:
             return
-        if kept["ranks"] != self.args.world_size:
+        there, here = (kept["ranks"], len(kept["left"])), (self.args.world_size, self.args.steps_per_generation)
+        if there != here:
             raise CheckpointError(
-                f"The checkpoint holds answers that {kept['ranks']} ranks have still to learn from, and there are"
-                f" {self.args.world_size}. Resume on as many, or take --save-steps at which all have been learned from."
+                f"The checkpoint holds answers that {there[0]} ranks have still to learn from, in {there[1]}"
+                f" micro-batches, and here it would be {here[0]} in {here[1]}. Resume on as many with micro-batches as"
+                " they were, or take --save-steps at which all have been learned from."
             )
         self._buffered_inputs = _on(self.args.device, kept["left"])
 
@@ -202,9 +211,9 @@ class Generating(OfTokens):
 
     def _more(self, size: int) -> Iterator[list[Any]]:
         """Further questions of this rank, so many answers at a time: in an order of their own, the same in a run that
-        goes on."""
+        goes on, and on any number of ranks, which have other micro-batches."""
         rows, rank, answers = self.train_dataset, self.accelerator.process_index, self.num_generations
-        draws = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self._step)
+        draws = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self._step // self.args.steps_per_generation)
         for _ in range(self.resamples):
             order = torch.randperm(len(rows), generator=draws).tolist()
             places = [order[(rank * size + i) // answers % len(order)] for i in range(size)]

@@ -60,8 +60,13 @@ class PpoTrainer(GRPOTrainer):
         self.add_callback(_ZeroGradients(value_model))
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """With groups for the value model, as Trainer makes them of the policy."""
         optimizer = super().create_optimizer(*args, **kwargs)
-        optimizer.add_param_group({"params": [p for p in self.value_model.parameters() if p.requires_grad]})
+        decayed = set(self.get_decay_parameter_names(self.value_model))
+        named = [(name, p) for name, p in self.value_model.named_parameters() if p.requires_grad]
+        for weight_decay, decays in ((self.args.weight_decay, True), (0.0, False)):
+            parameters = [p for name, p in named if (name in decayed) is decays]
+            optimizer.add_param_group({"params": parameters, "weight_decay": weight_decay})
         return optimizer
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -63,11 +64,12 @@ class RlhfPrepared(Prepared):
     """A run that can start."""
 
     @property
-    def rows_a_step(self) -> int:
-        """Of algorithms that generate, a batch counts answers, of which each row gets several."""
+    def rows_a_step(self) -> int | Fraction:
+        """Of algorithms that generate, a batch counts answers, of which each row gets several: a step may have a part
+        of them."""
         if self.config.rlhf_type not in REWARDED:
             return self.batch.whole
-        return max(self.batch.whole // (self.config.generations * self.config.num_iterations), 1)
+        return Fraction(self.batch.whole, self.config.generations * self.config.num_iterations)
 
 
 def check(config: RlhfConfig, world_size: int) -> Batch:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 EACH = 16  # of more ranks than this, the least, the middle and the most are recorded
 WARM = 10  # the step whose timeline is kept: plans are made by then, memory has been taken
+# Of tokens that a model is given, in the words of transformers and TRL. Others are of pixels and sounds, or of prompts
+# that the rows of these masks begin with.
+MASKS = ("attention_mask", "chosen_attention_mask", "rejected_attention_mask", "KL_attention_mask")
+OF_PROMPTED = ("prompt_mask", "completion_mask")  # where there are none of these
 NAMES = ("tokens", "seconds", "memory", "held", "gathered", "reduced", "away", "attention", "waited", "met")
 
 
@@ -124,11 +128,9 @@ def across(table: Sequence[Sequence[float]]) -> dict[str, list[float]]:
 
 
 def tokens_in(inputs: dict[str, Any]) -> int | torch.Tensor:
-    """The tokens of a batch that are no padding, under the names that transformers and TRL give their masks; a number
-    that lies where these do, so that the host need not wait for an accelerator."""
+    """The tokens of a batch that are no padding; a number that lies where its masks do, so that the host need not wait
+    for an accelerator."""
     if "attention_mask" not in inputs and "position_ids" in inputs:
         return tokens_in_packed(inputs["position_ids"])
-    masks = [name for name in inputs if name.endswith("attention_mask") and not name.startswith("feature")]
-    if not masks:
-        masks = [name for name in ("prompt_mask", "completion_mask") if name in inputs]
-    return sum(inputs[name].sum() for name in masks)
+    masks = [name for name in MASKS if name in inputs] or OF_PROMPTED
+    return sum(inputs[name].sum() for name in masks if name in inputs)
