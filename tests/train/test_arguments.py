@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shardproof.train.options.config import SftConfig
+from shardproof.train.options.rlhf_config import RlhfConfig
 from shardproof.train.run import Prepared
 from shardproof.train.settings import arguments
 
@@ -62,3 +63,11 @@ def test_other_ranks_are_as_quiet_as_the_first(monkeypatch: pytest.MonkeyPatch, 
         assert TrainingArguments(**told(tmp_path)).get_process_log_level() == logging.ERROR
     finally:
         logging.set_verbosity(before)
+
+
+def test_a_model_may_lie_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves `--model=~/m` as it is, and so does a file of options. Libraries took it for a name of the hub."""
+    monkeypatch.setenv("HOME", "/home/me")
+    config = RlhfConfig(model="~/m", reward_model=["~/judge", "org/judge"], ref_adapters="same", value_model="~/v")
+    assert (config.model, config.value_model, config.ref_adapters) == ("/home/me/m", "/home/me/v", "same")
+    assert config.reward_model == ["/home/me/judge", "org/judge"]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from shardproof.train.options.config import SftConfig
-from shardproof.train.options.option import Finite, Names, Task, option
+from shardproof.train.options.option import Finite, Named, Names, Task, option
 from shardproof.train.options.rlhf_config import RlhfConfig
 
 POWERS_OF_TWO = [1 << n for n in range(11)]
@@ -20,7 +20,7 @@ class PlanConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str = option(
+    model: Named = option(
         "Model", "", "folder or hub id of a model, or its config.json alone: weights are not needed; 'tiny' to try"
     )
     tuner: Literal["full", "lora"] = option("Model", "full", "train every weight, or LoRA adapters only")

@@ -6,19 +6,19 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from shardproof.train.options.option import BEGINNINGS, Beginning, Finite, Names, option
+from shardproof.train.options.option import BEGINNINGS, Beginning, Finite, Named, Names, option
 
 
 class ModelOptions(BaseModel):
     """The first options of every recipe."""
 
-    model: str = option(
+    model: Named = option(
         "Model", "", "required: folder or hub name (MS::OWNER/NAME: on ModelScope); 'tiny' builds a small one, to try"
     )
     model_revision: str | None = option(
         "Model", None, "a branch, tag or commit of a model of the hub (default: its newest state)"
     )
-    adapters: str | None = option(
+    adapters: Named | None = option(
         "Model", None, "continue training these LoRA adapters: a run, or a folder of PEFT's; they name their model, too"
     )
     tuner: Literal["full", "lora"] = option("Model", "full", "train every weight, or LoRA adapters only")

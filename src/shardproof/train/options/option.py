@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,9 @@ def _finite(value: float) -> float:
 
 
 Finite = Annotated[float, AfterValidator(_finite)]
+
+
+Named = Annotated[str, AfterValidator(os.path.expanduser)]  # a folder, or something of a hub; libraries know no `~`
 
 
 def _at_commas(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from shardproof.train.options.config import DEFAULT_MICRO_BATCH, Batch, RunConfig
-from shardproof.train.options.option import Finite, option
+from shardproof.train.options.option import Finite, Named, option
 
 RlhfType = Literal["dpo", "kto", "orpo", "simpo", "cpo", "rm", "grpo", "rloo", "gkd", "ppo"]
 
@@ -73,19 +73,19 @@ class RlhfConfig(RunConfig):
     desirable_weight: Finite = option("Algorithm", 1.0, "weight of good answers, in kto", gt=0)
     undesirable_weight: Finite = option("Algorithm", 1.0, "weight of bad answers, in kto", gt=0)
 
-    ref_model: str | None = option(
+    ref_model: Named | None = option(
         "Other models", None, "reference model to compare with (default: the model before training)"
     )
-    ref_adapters: str | None = option(
+    ref_adapters: Named | None = option(
         "Other models",
         SAME,
         "with --adapters: adapters of the reference; 'same': these, before training; 'none': the model without any",
     )
-    teacher_model: str | None = option("Other models", None, "teacher, in gkd")
-    reward_model: list[str] = option(
+    teacher_model: Named | None = option("Other models", None, "teacher, in gkd")
+    reward_model: list[Named] = option(
         "Other models", [], "reward models that score answers; 'rlhf --rlhf-type rm' trains one"
     )
-    value_model: str | None = option("Other models", None, "what ppo's value model begins as (default: --model)")
+    value_model: Named | None = option("Other models", None, "what ppo's value model begins as (default: --model)")
     frozen_stage: int | None = option(
         "Other models", None, "sharding stage of the models that are not trained (default: --stage)", ge=0, le=3
     )
