@@ -6,6 +6,7 @@ import json
 import resource
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -13,6 +14,7 @@ import yaml
 from shardproof.train import run
 from shardproof.train.folder import RunFolder
 from shardproof.train.options.config import Batch, SftConfig
+from shardproof.train.options.places import with_real_places
 from shardproof.train.options.rlhf_config import RlhfConfig
 from shardproof.train.run import Prepared
 
@@ -62,14 +64,16 @@ def test_words_stay_words_whatever_lies_here_under_their_names(tmp_path: Path, m
     for name in ("my.py", "rows.jsonl"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    words = {"model": "tiny", "ref_adapters": "same", "reward_funcs": ["length", "brevity", "my.py:f"]}
+    words: dict[str, Any] = {"model": "tiny", "ref_adapters": "same", "tools": ["my.py:g"], "environments": ["my.py:H"]}
+    words["reward_funcs"] = ["length", "brevity", "my.py:f"]
     config = RlhfConfig(**words, dataset=["stdlib#9", "rows.jsonl#9"])
     folder = RunFolder(tmp_path)
     folder.write_config(config)
     written = yaml.safe_load(folder.config.read_text())
-    assert {name: written[name] for name in words} == words | {
-        "reward_funcs": ["length", "brevity", f"{tmp_path}/my.py:f"]
-    }
+    whole = {"tools": [f"{tmp_path}/my.py:g"], "environments": [f"{tmp_path}/my.py:H"]}
+    whole["reward_funcs"] = ["length", "brevity", f"{tmp_path}/my.py:f"]
+    assert {name: written[name] for name in words} == words | whole
+    assert with_real_places(words) == words | whole, "what a run that goes on with this file compares"
     assert written["dataset"] == ["stdlib#9", f"{tmp_path}/rows.jsonl#9"]
 
 

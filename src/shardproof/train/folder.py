@@ -19,6 +19,7 @@ from shardproof.models.loading.weight_files import sample_of
 from shardproof.models.loading.whole_files import ADAPTER as ADAPTER
 from shardproof.train.log_file import LogFile
 from shardproof.train.options.config import RunConfig
+from shardproof.train.options.places import from_anywhere
 from shardproof.train.resume import AUTO, in_own_folder, passed_over
 
 log = logging.getLogger("shardproof")
@@ -31,7 +32,6 @@ TIMELINE = "timeline.rank{rank}.json"  # of one step
 TRACE = "trace.rank{rank}.json.gz"  # of the steps of --profile
 SAMPLE = "base-weights.json"  # what the weights were that adapters were trained on
 BEGUN = "begun-adapters.safetensors"  # what the adapters began with, where that was taken out of the weights
-WORDS = ("tiny", "stdlib", "same")  # values of options that are no files
 REPORT = "report.html"  # what `shardproof report` makes of all that
 
 
@@ -153,11 +153,9 @@ class RunFolder:
         of_this_start = {"output_dir", "overwrite", "resume", "debug"}
         values = config.model_dump(exclude=of_this_start | {"nnodes", "node_rank", "master_addr", "master_port"})
         for name in config.sources:
-            absolute = _function_absolute if name == "reward_funcs" else _absolute
-            value = values[name]
-            values[name] = [absolute(source) for source in value] if isinstance(value, list) else absolute(value)
+            values[name] = from_anywhere(name, values[name])
         if config.chat_template and not is_template(config.chat_template) and config.chat_template not in BUILT_IN:
-            values["chat_template"] = _absolute(config.chat_template)
+            values["chat_template"] = from_anywhere("chat_template", config.chat_template)
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         self.config.write_text(f"# repeat with: shardproof {config.command} {self.config}\n{text}", encoding="utf-8")
 
@@ -196,21 +194,6 @@ def _step(line: bytes | str) -> float:
 def _stem(source: str) -> str:
     name = Path(source.partition("#")[0]).name
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in name.removesuffix(Path(name).suffix)) or "run"
-
-
-def _absolute(source: str | None) -> str | None:
-    if source is None:
-        return None
-    path, mark, rest = source.partition("#")
-    if path in WORDS:  # whatever lies here under that name
-        return source
-    return f"{Path(path).absolute()}{mark}{rest}" if Path(path).exists() else _function_absolute(source)
-
-
-def _function_absolute(source: str) -> str:
-    """Of a function in a file. Others are built in, or a plugin's."""
-    path, mark, rest = source.rpartition(":")
-    return f"{Path(path).absolute()}{mark}{rest}" if path and Path(path).exists() else source
 
 
 def options_of_resumed(resume: object, output_dir: object) -> Path | None:

@@ -17,6 +17,7 @@ from shardproof.data.encoding.template import template_text
 from shardproof.errors import CheckpointError, ConfigError, exported
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.option import flag
+from shardproof.train.options.places import with_real_places
 
 log = logging.getLogger("shardproof")
 
@@ -57,10 +58,6 @@ TOLD = (
     *("importance_sampling_level", "mask_truncated_completions", "lmbda", "seq_kd", "gamma", "gae_lambda"),
     *("value_weight", "value_clip"),
 )
-
-
-# Options of these that name a folder with a model or adapters: one folder has many spellings.
-FOLDERS = ("model", "ref_model", "teacher_model", "reward_model", "value_model", "adapters", "ref_adapters")
 
 
 def check_saving(config: RunConfig) -> None:
@@ -250,7 +247,7 @@ def order_of(
         "optimizer": config.optimizer + (" --stochastic-rounding" if config.stochastic_rounding else ""),
     }
     named = {name: getattr(config, name) for name in type(config).model_fields if name in (*FIXED, *TOLD)}
-    named = _with_real_folders(named)
+    named = with_real_places(named)
     recipe = "rlhf" if "rlhf_type" in named else "sft"
     said["options"] = json.loads(json.dumps({"recipe": recipe, **named, "learning_rate": config.rate}))
     if config.chat_template:  # the file may be edited
@@ -322,7 +319,7 @@ def _check_options(start: Path, here: dict[str, Any], saved: dict[str, Any]) -> 
     Raises:
         ConfigError: one would have no effect, or another meaning for what is in the checkpoint.
     """
-    saved = _with_real_folders(saved)  # earlier releases wrote it as given
+    saved = with_real_places(saved)  # earlier releases wrote it as given
     odd = [name for name in here if name in saved and here[name] != saved[name]]
     told = {name: f"{flag(name)} {_short(here[name])} instead of {_short(saved[name])}" for name in odd}
     if fixed := [told[name] for name in odd if name not in TOLD]:
@@ -332,18 +329,6 @@ def _check_options(start: Path, here: dict[str, Any], saved: dict[str, Any]) -> 
         )
     if odd:
         log.warning("The run goes on with other options than %s was written with: %s.", start, ", ".join(told.values()))
-
-
-def _with_real_folders(options: dict[str, Any]) -> dict[str, Any]:
-    return options | {name: _real(options[name]) for name in FOLDERS if name in options}
-
-
-def _real(named: Any) -> Any:
-    """What an option names, of a folder on this machine its real path."""
-    if isinstance(named, list):
-        return [_real(one) for one in named]
-    path = Path(named).expanduser() if isinstance(named, str) and named not in ("", "tiny") else None
-    return str(path.resolve()) if path is not None and path.is_dir() else named
 
 
 def _compare_rows(start: Path, sums: bytes, rows: Any) -> str:

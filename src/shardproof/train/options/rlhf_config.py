@@ -45,7 +45,8 @@ class RlhfConfig(RunConfig):
     command = "rlhf"
     sources = (
         *RunConfig.sources,
-        *("ref_model", "ref_adapters", "teacher_model", "reward_model", "value_model", "reward_funcs"),
+        *("ref_model", "ref_adapters", "teacher_model", "reward_model", "value_model"),
+        *("reward_funcs", "tools", "environments"),
     )
 
     learning_rate: Finite | None = option(  # type: ignore[assignment]  # nobody writes to a configuration
