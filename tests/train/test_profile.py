@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
-from shardproof.train.watching.profile import in_flight
+from shardproof.train.watching.profile import Profiler, in_flight
 
 
 def event(name: str, ts: float, dur: float) -> dict:
@@ -61,3 +63,11 @@ def test_each_rank_writes_a_trace_of_its_steps(commands, sft):
                 begun = {e["id"]: e["ts"] for e in spans if e["ph"] == "b"}
                 assert spans
                 assert all(e["ts"] >= begun[e["id"]] for e in spans if e["ph"] == "e")
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As little as a timeline: who has no room for it wants the weights."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        torch.ones(2).sum()
+    Profiler(tmp_path / "gone", 1)._write(profiler, 0)
+    assert "trace.rank0.json.gz cannot be written: No such file or directory" in caplog.text

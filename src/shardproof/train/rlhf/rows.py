@@ -35,7 +35,6 @@ class PairReport:
 
     rows: int = 0
     kept: int = 0
-    tokens: int = 0
     longest: int = 0
     cut: int = 0
     longest_kept: int = 0

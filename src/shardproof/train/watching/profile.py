@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from shardproof.zero.ranks.turns import Watcher
     from shardproof.zero.schedule.engine import Engine
     from shardproof.zero.units.unit import Flat
+
+log = logging.getLogger("shardproof")
 
 START, WAIT = "start: ", "wait: "
 
@@ -95,12 +98,17 @@ class Profiler(TrainerCallback):
 
     def _write(self, profiler: Any, rank: int) -> None:
         file = self.folder / TRACE.format(rank=rank)
-        profiler.export_chrome_trace(str(file))
-        with gzip.open(file, "rt", encoding="utf-8") as text:
-            trace = json.load(text)
-        trace["traceEvents"] += in_flight(trace["traceEvents"], rank)
-        with gzip.open(file, "wt", encoding="utf-8", compresslevel=5) as out:
-            json.dump(trace, out, separators=(",", ":"))
+        try:
+            profiler.export_chrome_trace(str(file))
+            with gzip.open(file, "rt", encoding="utf-8") as text:
+                trace = json.load(text)
+            trace["traceEvents"] += in_flight(trace["traceEvents"], rank)
+            with gzip.open(file, "wt", encoding="utf-8", compresslevel=5) as out:
+                json.dump(trace, out, separators=(",", ":"))
+        except OSError as error:  # as of a timeline, see there
+            with suppress(OSError):
+                file.unlink()
+            log.warning("%s cannot be written: %s", file, error.strerror or error)
 
 
 def in_flight(events: list[dict[str, Any]], rank: int) -> list[dict[str, Any]]:
