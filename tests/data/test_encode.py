@@ -119,6 +119,22 @@ def test_loss_all_learns_every_token(tokenizer):
     assert dataset[0]["labels"] == dataset[0]["input_ids"]
 
 
+@pytest.mark.parametrize("template", [CHATML, PLAIN_CHATML], ids=["marked", "unmarked"])
+def test_a_question_with_loss_false_is_not_learnt_with_all_the_rest(tokenizer, template):
+    """`--loss all` learnt it, whatever its turn said. What ends and opens turns is the template's."""
+    tokenizer.chat_template = template
+    row = chat("Hi there", "Hello!", "2 + 2?", "It is 4.")
+    row.messages[0]["loss"] = False
+    of_all = encode_rows([row], tokenizer, max_length=None, loss="all")
+    whole = tokenizer.decode(of_all[0]["input_ids"])
+    assert learnt(of_all, tokenizer) == whole.replace("Hi there", "", 1)
+    row.messages[1]["loss"] = False
+    assert learnt(encode_rows([row], tokenizer, max_length=None, loss="all"), tokenizer) == (
+        whole.replace("Hi there", "", 1).replace("Hello!<|im_end|>", "", 1)
+    )
+    assert learnt(encode_rows([row], tokenizer, max_length=None), tokenizer) == "It is 4.<|im_end|>"
+
+
 def test_a_system_message_is_given_to_rows_without_one(tokenizer):
     own = chat("Hi", "Hello!")
     own.messages.insert(0, {"role": "system", "content": "Mine."})

@@ -50,6 +50,8 @@ def test_the_system_message_moves_the_answer_one_turn_on() -> None:
     assert PAIRS.normalise(record, None) == ([SYSTEM, Q, A], {"split": 2, "rejected": [B]}, "chat")
     record = {"prompt": [Q], "chosen": [A], "rejected": [B], "system": "be short"}
     assert PAIRS.normalise(record, None) == ([SYSTEM, Q, A], {"split": 2, "rejected": [B]}, "chat")
+    record = {"messages": [Q, A], "rejected_messages": [Q, B], "system": "be short"}
+    assert PAIRS.normalise(record, None) == ([SYSTEM, Q, A], {"split": 2, "rejected": [B]}, "chat")
 
 
 def test_columns_have_other_names() -> None:

@@ -267,6 +267,22 @@ def test_a_table_adds_no_arguments_of_other_tools(tmp_path, column):
         assert row.extra["tools"] == again[column] == record[column]
 
 
+def test_a_table_adds_no_arguments_to_the_calls_of_anthropics(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    records = []
+    for name, key in (("move", "x"), ("say", "text")):
+        use = [{"type": "tool_use", "name": name, "input": {key: "1"}}]
+        turns = [
+            ("user", [{"type": "text", "text": "Do"}]),
+            ("assistant", use),
+            ("assistant", [{"type": "text", "text": "."}]),
+        ]
+        records.append({"messages": [{"role": role, "content": content} for role, content in turns]})
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "calls.parquet")
+    rows = read_rows([tmp_path / "calls.parquet"])
+    assert [row.messages for row in rows] == [normalise(record)[0] for record in records]
+
+
 def test_rows_of_several_files_keep_file_and_line(write):
     lines, table = write("a.jsonl", "\n" + json.dumps(GOOD) + "\n\n" + json.dumps(GOOD)), write("b.csv", TABLE)
     listed = write("c.json", [GOOD, GOOD])

@@ -85,7 +85,38 @@ def test_the_turns_of_sharegpt_keep_what_is_not_learnt_and_know_more_words() -> 
     assert normalise({"conversations": listed})[0] == [Q, CALLS, {"role": "tool", "content": "4"}, A]
     listed = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4", "loss": False}, *listed]
     assert normalise({"conversations": listed})[0][1] == {**A, "loss": False}
+    pairs = [{"human": "2+2?", "assistant": "4", "loss": False}, {"human": "2+2?", "assistant": "4", "weight": 1}]
+    assert normalise({"conversation": pairs})[0] == [Q, {**A, "loss": False}, Q, {**A, "loss": True}]
     assert normalise({"conversation": [{"user": "2+2?", "bot": "4"}]})[0] == [Q, A]
+
+
+def test_the_turns_of_sharegpt_keep_what_was_thought_and_called() -> None:
+    """They were passed over, and the answer was learnt as one without."""
+    beside = {"reasoning_content": "Hm.", "tool_calls": [CALL]}
+    turns = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4", **beside}]
+    assert normalise({"conversations": turns})[0] == [Q, {**A, **beside}]
+
+
+def test_calls_of_which_one_is_not_learnt_are_turns_of_their_own() -> None:
+    messages, *_ = normalise({"messages": [Q, {**CALLED, "loss": False}, CALLED, SAID, A]})
+    assert messages[1:3] == [{**CALLS, "loss": False}, CALLS]
+    messages, *_ = normalise({"messages": [Q, CALLED, CALLED, SAID, A]})
+    assert messages[1]["tool_calls"] == [CALL, CALL]
+
+
+def test_turns_may_be_written_in_a_text_of_a_table_and_texts_may_begin_as_lists() -> None:
+    """Turns in `prompt` were learnt as JSON, as they are written, and answers that begin with [ were refused."""
+    prompt, chosen, rejected = (json.dumps([turn]) for turn in (Q, A, B))
+    assert normalise({"prompt": prompt, "completion": chosen}) == ([Q, A], {}, "chat")
+    assert PROMPTS.normalise({"prompt": str([Q, A])}, None)[0::2] == ([Q], "chat")
+    record = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    assert PAIRS.normalise(record, None) == ([Q, A], {"split": 1, "rejected": [B]}, "chat")
+    assert PAIRS.normalise({"messages": [Q, A], "rejected_response": rejected}, None)[1]["rejected"] == [B]
+    for text in ("[1, 2]", "[INST] 2+2? [/INST]", "[]", '[{"name": "Ada"}]'):
+        assert normalise({"prompt": text, "completion": text})[2] == "text"
+        assert PROMPTS.normalise({"prompt": text}, None)[2] == "text"
+        messages, _, kind = PAIRS.normalise({"prompt": text, "chosen": text, "rejected": "no"}, None)
+        assert (messages[1]["content"], kind) == (text, "text")
     with pytest.raises(Problem, match=r"conversation\[0\] has no 'assistant' beside 'user' \(it has user, x\)"):
         normalise({"conversation": [{"user": "2+2?", "x": "4"}]})
 

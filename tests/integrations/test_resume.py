@@ -34,13 +34,12 @@ def resumable(folder: Path, **options: Any) -> Any:
     torch.manual_seed(0)
     args = TrainingArguments(
         output_dir=str(folder),
-        learning_rate=3.0,
         per_device_train_batch_size=2,
         save_strategy="steps",
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
-        **{"save_steps": 1, **options},
+        **{"save_steps": 1, "learning_rate": 3.0, **options},
     )
     return Resumable(model=tiny("Llama"), args=args, train_dataset=rows(20), eval_dataset=rows(4), stage=3)
 
@@ -130,6 +129,17 @@ def test_a_checkpoint_that_is_still_being_written_may_be_the_best(
     assert losses[0] < min(losses[1:])
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
     assert (tmp_path / "checkpoint-1").is_dir()
+
+
+def test_the_mean_loss_of_a_run_that_goes_on_is_of_its_own_steps(tmp_path: Path) -> None:
+    """As in Trainer: the losses of all steps were divided by the steps of this call."""
+    options = {"max_steps": 5, "logging_steps": 3, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+    whole = resumable(tmp_path / "a", **options).train().training_loss
+    first = resumable(tmp_path / "b", **{**options, "max_steps": 2}).train().training_loss
+    again = resumable(tmp_path / "b", **options)
+    found = again.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2")).training_loss
+    assert 2 * first + 3 * found == pytest.approx(5 * whole, rel=1e-3)
+    assert found == pytest.approx(whole, rel=0.05)
 
 
 def test_a_run_that_is_at_its_end_trains_nothing(tmp_path: Path) -> None:

@@ -43,7 +43,10 @@ def test_they_are_set_where_nobody_sets_them(tokenizer) -> None:
     assert opened(tokenizer) == thinking
 
 
-@pytest.mark.parametrize("value, shown", [("3", "4"), ("1.5", "2.5"), ("'a\" b", "'a\" b1"), ("none", "None1")])
+@pytest.mark.parametrize(
+    "value, shown",
+    [("3", "4"), ("1.5", "2.5"), ("'a\" b", "'a\" b1"), ("none", "None1"), ("\U0001f600", "\U0001f6001")],
+)
 def test_numbers_and_texts(tokenizer, value: str, shown: str) -> None:
     shows = "{% if n is number %}{{ n + 1 }}{% else %}{{ n ~ 1 }}{% endif %}"
     text = "{% for m in messages %}{{ m.content }}{% endfor %}" + shows

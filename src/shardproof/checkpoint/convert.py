@@ -80,7 +80,7 @@ def _of_trainer(source: Path, found: Found) -> dict[str, bytes]:
         step = int(json.loads(content)["global_step"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{source / TRAINER_STATE} cannot be read: {error}.") from error
-    found.values["progress"] = {"losses": [0.0], "last_logged": step, "total_loss": 0.0, "kept": {"tokens": 0}}
+    found.values["progress"] = {"losses": [0.0], "last_logged": step, "kept": {"tokens": 0}}
     return {TRAINER_STATE: content}
 
 

@@ -133,7 +133,6 @@ class ResumeMixin(Base):
         progress = {
             "losses": everyone[:, 0].tolist(),
             "last_logged": self._globalstep_last_logged,
-            "total_loss": self._total_loss_scalar,
             "kept": sums,
             "scaler": self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None,
             "evaluate": self._owes_evaluation(),
@@ -201,7 +200,8 @@ class ResumeMixin(Base):
             loss = losses[self.args.process_index] if len(losses) == here else sum(losses) / len(losses)
             self._tr_loss = torch.tensor(loss, dtype=torch.float32, device=self.args.device)
             self._globalstep_last_logged = logged["last_logged"]
-            self._total_loss_scalar = logged["total_loss"]
+            # Its mean is of the steps of this call alone, and what is carried on was lost before.
+            self._total_loss_scalar = -sum(losses) / len(losses)
             if self.args.process_index == 0:
                 self.take_kept(logged["kept"])
         if self._owed and self._random is not None:  # it draws numbers, too: those that it would have drawn

@@ -148,12 +148,12 @@ def encode_matches(
             continue
         made, beside = outcome
         lengths = [len(encoder.marked(ids, None)) for ids in made]
-        report.rows += 1
-        report.longest = max(report.longest, *lengths)
-        report.shortest = min(report.shortest or min(lengths), *lengths)
         if not min(lengths):
             bad.append(BadRow(row.source, row.line, "the tokenizer makes no token of one of its texts"))
             continue
+        report.rows += 1
+        report.longest = max(report.longest, *lengths)
+        report.shortest = min(report.shortest or min(lengths), *lengths)
         long = sum(most is not None and length > most for length in lengths)
         if long and truncation == "raise":
             raise DataError(f"{row.where}: a text has {max(lengths)} tokens, --max-length is {most}.")

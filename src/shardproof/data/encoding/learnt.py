@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardproof.data.encoding.template import Span, Template
+from shardproof.data.encoding.template import MARK, Span, Template
 
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
 
@@ -30,15 +30,28 @@ def past_empty_thoughts(text: str, answers: Sequence[Span]) -> list[Span]:
 def all_but_unlearnt(
     template: Template, messages: Sequence[dict[str, Any]], extra: Mapping[str, Any]
 ) -> tuple[str, list[Span]]:
-    """The text of a conversation, and all of it but for the answers that are not to be learnt.
+    """The text of a conversation, and all of it but for the turns that are not to be learnt: answers with what ends
+    them, and what others say.
 
     Raises:
-        ValueError: such an answer cannot be found in the text.
+        ValueError: such a turn cannot be found in the text.
     """
     if all(turn.get("loss", True) for turn in messages):
         text = template.render(messages, **extra)
         return text, [(0, len(text))]
     left_out = [{**turn, "loss": not turn.get("loss", True)} for turn in messages]
-    text, answers = template.render_answers(left_out, **extra)
-    starts, ends = [0, *(end for _, end in answers)], [*(start for start, _ in answers), len(text)]
+    text, found = template.render_answers(left_out, **extra)
+    others = [i for i, turn in enumerate(left_out) if turn["loss"] and turn["role"] != "assistant"]
+    found = sorted([*found, *(_content(template, messages, i, extra) for i in others)])
+    starts, ends = [0, *(end for _, end in found)], [*(start for start, _ in found), len(text)]
     return text, [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+
+
+def _content(template: Template, messages: Sequence[dict[str, Any]], i: int, extra: Mapping[str, Any]) -> Span:
+    """Where in the text of a conversation the content of a message stands. Raises ValueError where that is not seen."""
+    text = template.render(messages, **extra)
+    stand_in = [*messages[:i], {**messages[i], "content": MARK}, *messages[i + 1 :]]
+    before, mark, behind = template.render(stand_in, **extra).partition(MARK)
+    if not (mark and text.startswith(before) and text.endswith(behind)):
+        raise ValueError(f"cannot tell where messages[{i}] stands in what the chat template makes of it")
+    return len(before), len(text) - len(behind)

@@ -57,7 +57,7 @@ def _with_defaults(template: Any, variables: Mapping[str, str]) -> str:
         if name not in asked or name in _GIVEN:
             raise ConfigError(f"--template-variables {name}={value}: the chat template asks for no variable {name!r}.")
         plain = value.lower() in ("true", "false", "none") or re.fullmatch(r"-?\d+(\.\d+)?", value)
-        meant = value.lower() if plain else json.dumps(value)
+        meant = value.lower() if plain else json.dumps(value, ensure_ascii=False)
         lines.append(f"{{%- if {name} is not defined %}}{{% set {name} = {meant} %}}{{% endif %}}")
     return "".join(lines) + template
 
@@ -230,7 +230,7 @@ class Template:
         Raises:
             ValueError: the answer of a turn cannot be found in the text; the message says of which.
         """
-        marked = self.has_markers and all(m.get("loss", True) for m in messages)
+        marked = self.has_markers and all(m.get("loss", True) for m in messages if m["role"] == "assistant")
         text, spans = self._render_marked(messages, extra) if marked else ("", [])
         if not spans:
             text = self.render(messages, **extra)

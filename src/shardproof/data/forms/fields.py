@@ -43,13 +43,27 @@ def list_field(record: Mapping[str, Any], field: str, *, may_be_empty: bool = Fa
     value = record.get(field)
     if value is None:
         raise Problem(f"field '{field}' {'is null' if field in record else 'is missing'} ({shown_fields(record)})")
-    said = read_out(value)
-    value = _literal(said) if said is value and isinstance(value, str) else said
+    value = _read_list(value)
     if not isinstance(value, list):
         raise Problem(f"field '{field}' must be a list, not {kind_of(value)}")
     if not value and not may_be_empty:
         raise Problem(f"field '{field}' is an empty list")
     return value
+
+
+def are_turns(value: Any) -> bool:
+    """Whether a value is a list, or a text in which turns are written as one: a plain text may begin with `[`, too."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = _read_list(value)
+        turns = value if isinstance(value, list) else []
+        return bool(turns) and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns)
+    return isinstance(value, list)
+
+
+def _read_list(value: Any) -> Any:
+    """What a text that is a list says; anything else as it is."""
+    said = read_out(value)
+    return _literal(said) if said is value and isinstance(value, str) else said
 
 
 def _literal(text: str) -> Any:

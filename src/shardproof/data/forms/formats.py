@@ -12,10 +12,11 @@ from functools import partial
 from typing import Any, Literal
 
 from shardproof.data.forms.calls import called, functions, turns_of_blocks, with_objects
-from shardproof.data.forms.fields import kind_of, list_field, shown_fields, text_field
+from shardproof.data.forms.fields import are_turns, kind_of, list_field, shown_fields, text_field
 from shardproof.data.forms.likely import ANSWER, QUESTION, likely, likely_text
 from shardproof.data.forms.objects import OBJECTS, placed
 from shardproof.data.forms.parts import FILE_FIELDS, Problem, part_of_content
+from shardproof.data.forms.texts import THINKING
 
 Messages = list[dict[str, Any]]
 Normal = tuple[Messages, dict[str, Any], Literal["chat", "text"]]
@@ -149,19 +150,16 @@ def turns_of(record: Mapping[str, Any], field: str) -> Messages:
     """A list of turns, also in the words of ShareGPT (`from` and `value`; `function_call`, `observation`), of ms-swift
     (`tool_call`, `tool_response`; `human` and `assistant` in one) and of Anthropic (`tool_use`, `tool_result`)."""
     messages: Messages = []
-    before = role = None
     listed = enumerate(list_field(record, field))
     for i, turn in ((i, part) for i, blocks in listed for part in turns_of_blocks(blocks)):
-        if isinstance(turn, dict) and "from" in turn:
-            said = turn["from"]
+        if isinstance(turn, dict) and (said := turn.get("from")) is not None:
             who = _SHAREGPT.get(said.replace("-", "_"), said) if isinstance(said, str) else said
-            learnt = {name: turn[name] for name in ("loss", *_WEIGHTS) if name in turn}
-            turn = {"role": who, "content": turn.get("value"), **learnt}
-        before, role = role, (turn.get("role") if isinstance(turn, dict) else None)
+            turn = {**_beside_text(turn), "role": who, "content": turn.get("value")}
+        role = turn.get("role") if isinstance(turn, dict) else None
         if role == "tool_call":
             calls = called(turn.get("content"), f"{field}[{i}] ({role})")
             turn = {**turn, "role": "assistant", "content": "", "tool_calls": calls}
-            if before == role or _goes_on(messages, checked_turn(turn, i, field)):
+            if _goes_on(messages, checked_turn(turn, i, field)):
                 messages[-1].setdefault("tool_calls", []).extend(calls)
                 continue
         elif role == "tool_response":
@@ -174,7 +172,8 @@ def turns_of(record: Mapping[str, Any], field: str) -> Messages:
 
 
 def _goes_on(messages: Messages, calls: Mapping[str, Any]) -> bool:
-    """Whether a turn of calls goes on with an answer before it (what was thought, say), so that both are one."""
+    """Whether a turn of calls goes on with an answer before it (what was thought, other calls), so that both are
+    one."""
     before = messages[-1] if messages else {}
     return before.get("role") == "assistant" and before.get("loss") == calls.get("loss")
 
@@ -184,13 +183,18 @@ def _question_and_answer(pair: Mapping[str, Any], asks: str, index: int, field: 
     answers = next((name for name in _ANSWERS if pair.get(name) is not None), None)
     if answers is None:
         raise Problem(f"{field}[{index}] has no 'assistant' beside '{asks}' ({shown_fields(pair)})")
-    turns = (("user", pair[asks]), ("assistant", pair[answers]))
-    return [checked_turn({"role": role, "content": content}, index, field) for role, content in turns]
+    answer = {**_beside_text(pair), "role": "assistant", "content": pair[answers]}
+    return [checked_turn(turn, index, field) for turn in ({"role": "user", "content": pair[asks]}, answer)]
+
+
+def _beside_text(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """What a turn in other words than ours says of itself that is known here."""
+    return {name: turn[name] for name in ("loss", *_WEIGHTS, "tool_calls", THINKING) if name in turn}
 
 
 def _from_prompt(record: Mapping[str, Any]) -> Normal:
     prompt, completion = record["prompt"], record.get("completion")
-    if isinstance(prompt, list) or isinstance(completion, list):
+    if are_turns(prompt) or are_turns(completion):
         turns = turns_of(record, "prompt")
         # The prompt is context even where it holds earlier answers.
         messages = [{**m, "loss": False} if m["role"] == "assistant" else m for m in turns]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from shardproof.data.forms.fields import kind_of, shown_fields, text_field
+from shardproof.data.forms.fields import are_turns, kind_of, shown_fields, text_field
 from shardproof.data.forms.formats import (
     FIELDS,
     TURNS,
@@ -63,10 +63,10 @@ def _pair(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
         raise Problem(f"there is no 'rejected_response', 'rejected_messages' or 'rejected' ({shown_fields(record)})")
     messages, extra, kind = normalise({key: value for key, value in record.items() if key != field})
     answer = _last_answer(messages)
-    if field == "rejected_messages" or isinstance(record[field], list):
+    if field == "rejected_messages" or are_turns(record[field]):
         worse = turns_of(record, field)
         if worse[0]["role"] != "assistant":
-            worse = placed(record, worse)
+            worse = placed(record, with_own_system(record, worse))
         # The whole conversation, or what stands in place of the answer; of a list, of all behind the last question.
         if worse[0]["role"] != "assistant":
             split = _common(messages, worse)
@@ -81,7 +81,7 @@ def _pair(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
 def _chosen_and_rejected(record: Mapping[str, Any]) -> Normal:
     """The forms of TRL: texts behind a prompt, turns behind a prompt, or two conversations with the same beginning."""
     prompt, chosen = record.get("prompt"), record.get("chosen")
-    if isinstance(chosen, str) and (prompt is None or isinstance(prompt, str)) and not chosen.lstrip().startswith("["):
+    if isinstance(chosen, str) and (prompt is None or isinstance(prompt, str)) and not are_turns(chosen):
         if prompt is None and (asks := likely_name(record, QUESTION)):
             lacks = f"field 'prompt' is missing beside 'chosen' ({shown_fields(record)})"
             raise Problem(lacks, _PAIR_COLUMNS.format(asks))
@@ -94,7 +94,7 @@ def _chosen_and_rejected(record: Mapping[str, Any]) -> Normal:
         check_plain(record, "'query', 'response' and 'rejected_response'")
         return _compared(record, turns, 1, worse, {}, "text")
     better, worse = turns_of(record, "chosen"), turns_of(record, "rejected")
-    if isinstance(prompt, str) and not prompt.lstrip().startswith("["):
+    if isinstance(prompt, str) and not are_turns(prompt):
         begin: Messages = [{"role": "user", "content": text_field(record, "prompt")}]
         # Whole conversations hold their question, whatever stands beside them; so TRL has it.
         in_both = any(turns[0]["role"] != "assistant" for turns in (better, worse))
@@ -162,7 +162,7 @@ def _prompt(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
     if not field:
         lacks = f"none of 'messages', 'prompt' or 'query' is here ({shown_fields(record)})"
         raise Problem(lacks, likely(record, QUESTION))
-    if field in TURNS or (field != "instruction" and not isinstance(record[field], str)):
+    if field in TURNS or (field != "instruction" and (not isinstance(record[field], str) or are_turns(record[field]))):
         messages = turns_of(record, field)
         while len(messages) > 1 and messages[-1]["role"] == "assistant":
             messages.pop()  # the answer is generated

@@ -26,7 +26,7 @@ csv.field_size_limit(2**31 - 1)
 
 BOM = b"\xef\xbb\xbf"
 _SUBSETS = re.compile(r"((?:\w\w::)?[\w.-]+/[\w.-]+):([\w.-]+(?:/[\w.-]+)+)")  # as ms-swift names them
-CALLED = ("tools", "tool_calls")  # fields in which each row has names of its own
+CALLED = ("tools", "tool_calls", "input")  # fields in which each row has names of its own; the last is Anthropic's
 
 OPEN = 64  # files that stay open to be read from: a process may hold some hundred, and a dataset may be thousands
 _open: deque[BinaryIO] = deque()
