@@ -32,6 +32,7 @@ def turns(*texts: str, role: str = "user") -> list[dict[str, str]]:
         {"query": "q", "response": "p", "rejected_response": ["n", "m"], "label": 1},
         {"query": "q", "response": "p", "rejected_response": '["n", "m"]'},
         {"anchor": "q", "positive": "p", "negative_1": "n", "negative_2": "m"},
+        {"anchor": "q", "query": None, "positive": "p", "negative_1": "n", "negative_2": "m"},  # of a table
         {"messages": turns("q"), "positive_messages": turns("p"), "negative_messages": [turns("n"), turns("m")]},
     ],
 )

@@ -28,6 +28,9 @@ def text(value):
     [
         ({"messages": [asked("<image>which?"), A], "images": ["a.png"]}, [image("a.png"), text("which?")]),
         ({"messages": [asked("which?"), A], "images": "a.png"}, [image("a.png"), text("which?")]),
+        ({"messages": [asked("which?"), A], "images": "['a.png']"}, [image("a.png"), text("which?")]),  # of CSV
+        ({"messages": [asked("<video>"), A], "videos": '[["a", "b"]]'}, [{"type": "video", "video": ["a", "b"]}]),
+        ({"messages": [asked("which?"), A], "images": "[1].png"}, [image("[1].png"), text("which?")]),
         ({"query": "see <image> and <image>", "response": "x", "images": ["a", "b"]}, None),
         ({"messages": [asked([image("a.png"), text("which?")]), A]}, [image("a.png"), text("which?")]),
         ({"messages": [asked([{"type": "image"}, text("?")]), A], "images": ["a"]}, [image("a"), text("?")]),

@@ -112,7 +112,7 @@ def test_turns_may_be_written_in_a_text_of_a_table_and_texts_may_begin_as_lists(
     record = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     assert PAIRS.normalise(record, None) == ([Q, A], {"split": 1, "rejected": [B]}, "chat")
     assert PAIRS.normalise({"messages": [Q, A], "rejected_response": rejected}, None)[1]["rejected"] == [B]
-    for text in ("[1, 2]", "[INST] 2+2? [/INST]", "[]", '[{"name": "Ada"}]'):
+    for text in ("[1, 2]", "[INST] 2+2? [/INST]", "[]", '[{"name": "Ada"}]', "[" * 100_000):
         assert normalise({"prompt": text, "completion": text})[2] == "text"
         assert PROMPTS.normalise({"prompt": text}, None)[2] == "text"
         messages, _, kind = PAIRS.normalise({"prompt": text, "chosen": text, "rejected": "no"}, None)

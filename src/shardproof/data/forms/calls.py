@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from shardproof.data.forms.fields import read_out
 from shardproof.data.forms.parts import Problem
+from shardproof.data.forms.written import read_out
 
 
 def called(content: Any, at: str) -> list[dict[str, Any]]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from shardproof.data.forms.parts import Problem
-
-_NO_COMMA = re.compile(r"\}\s*\n\s*\{")  # in Python's words no text has a line end of its own
+from shardproof.data.forms.written import read_list
 
 
 def text_field(
@@ -28,50 +24,17 @@ def text_field(
     return value
 
 
-def read_out(value: Any) -> Any:
-    """What a text that is JSON says (CSV has nothing but texts); anything else as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
-
-
 def list_field(record: Mapping[str, Any], field: str, *, may_be_empty: bool = False) -> list[Any]:
     """A list, or a list written as JSON or in Python's words in a text field (CSV has nothing else)."""
     value = record.get(field)
     if value is None:
         raise Problem(f"field '{field}' {'is null' if field in record else 'is missing'} ({shown_fields(record)})")
-    value = _read_list(value)
+    value = read_list(value)
     if not isinstance(value, list):
         raise Problem(f"field '{field}' must be a list, not {kind_of(value)}")
     if not value and not may_be_empty:
         raise Problem(f"field '{field}' is an empty list")
     return value
-
-
-def are_turns(value: Any) -> bool:
-    """Whether a value is a list, or a text in which turns are written as one: a plain text may begin with `[`, too."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        value = _read_list(value)
-        turns = value if isinstance(value, list) else []
-        return bool(turns) and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns)
-    return isinstance(value, list)
-
-
-def _read_list(value: Any) -> Any:
-    """What a text that is a list says; anything else as it is."""
-    said = read_out(value)
-    return _literal(said) if said is value and isinstance(value, str) else said
-
-
-def _literal(text: str) -> Any:
-    """A list as Python or numpy (without commas) writes it, as many a table has it; any other text as it is."""
-    try:
-        return ast.literal_eval(_NO_COMMA.sub("}, {", text.strip())) if text.lstrip().startswith("[") else text
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return text
 
 
 def kind_of(value: Any) -> str:

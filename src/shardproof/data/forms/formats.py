@@ -12,11 +12,12 @@ from functools import partial
 from typing import Any, Literal
 
 from shardproof.data.forms.calls import called, functions, turns_of_blocks, with_objects
-from shardproof.data.forms.fields import are_turns, kind_of, list_field, shown_fields, text_field
+from shardproof.data.forms.fields import kind_of, list_field, shown_fields, text_field
 from shardproof.data.forms.likely import ANSWER, QUESTION, likely, likely_text
 from shardproof.data.forms.objects import OBJECTS, placed
 from shardproof.data.forms.parts import FILE_FIELDS, Problem, part_of_content
 from shardproof.data.forms.texts import THINKING
+from shardproof.data.forms.written import are_turns
 
 Messages = list[dict[str, Any]]
 Normal = tuple[Messages, dict[str, Any], Literal["chat", "text"]]

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from shardproof.data.forms.fields import kind_of, read_out, shown_fields
+from shardproof.data.forms.fields import kind_of, shown_fields
 from shardproof.data.forms.formats import ANSWERS, FIELDS, TURNS, Form, Normal, normalise, opened, turns_of
 from shardproof.data.forms.parts import Problem
 from shardproof.data.forms.preferences import PROMPTS
+from shardproof.data.forms.written import read_out
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 SINGLE: ProblemType = "single_label_classification"

@@ -64,7 +64,8 @@ class Matches:
     def __call__(self, record: Any, columns: Mapping[str, str] | None = None) -> Normal:
         record = opened(record, columns)
         if record.get(ANCHOR) is not None:
-            record = {"query": record[ANCHOR], **{name: value for name, value in record.items() if name != ANCHOR}}
+            rest = {name: value for name, value in record.items() if name != ANCHOR and value is not None}
+            record = {"query": record[ANCHOR], **rest}
         found = {kind: _found(record, kind) for kind in FOUND}
         used = {*(name for names in FOUND.values() for name in names), *filter(_NUMBERED.fullmatch, record), LABEL}
         used |= FILES_FOUND.keys()

@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardproof.data.forms.fields import read_out
 from shardproof.data.forms.parts import Problem, parts_of, text_of, with_files
+from shardproof.data.forms.written import read_out
 
 OBJECTS = "objects"  # the field of a record
 PLACED = "objects of the text"  # the key of a turn

@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from shardproof.data.forms.written import read_list
+
 KINDS = ("image", "audio", "video")
 FILE_COLUMNS = {kind: f"{kind}s" for kind in KINDS}  # what rewards are given of each
 # The fields of a record that name files, in the plural or the singular.
@@ -176,7 +178,8 @@ def _listed(record: Mapping[str, Any], kind: str) -> list[Any]:
         value = record.get(field)
         if value not in (None, "", []):
             # One picture, or a list of them; a video may be a list of pictures itself.
-            values = value if isinstance(value, list) else [value]
+            found = read_list(value)
+            values = found if isinstance(found, list) else [value]
             return [file_of(file, kind, f"'{field}[{i}]'") for i, file in enumerate(values)]
     return []
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from shardproof.data.forms.fields import are_turns, kind_of, shown_fields, text_field
+from shardproof.data.forms.fields import kind_of, shown_fields, text_field
 from shardproof.data.forms.formats import (
     FIELDS,
     TURNS,
@@ -36,6 +36,7 @@ from shardproof.data.forms.formats import (
 from shardproof.data.forms.likely import QUESTION, likely, likely_name
 from shardproof.data.forms.objects import OBJECTS, check_filled, placed
 from shardproof.data.forms.parts import FILE_FIELDS
+from shardproof.data.forms.written import are_turns
 
 PREFERENCE_FIELDS = (*FIELDS, "chosen", "rejected", "rejected_response", "rejected_messages", "label")
 
