@@ -227,7 +227,7 @@ class EncodedStream:
             DataError: a row is bad and bad rows are not left out, is too long and may not be, or nothing was left of a
                 whole pass.
         """
-        encoder = Encoder(self.tokenizer, self.loss, self.system, None, self.bad_rows)
+        encoder = Encoder(self.tokenizer, self.loss, self.system, self.bad_rows)
         whole, bad = (EncodeReport(), list[BadRow]()) if place == Place(place.passes) else (None, [])
         while True:
             block, after = self._block(encoder, place)

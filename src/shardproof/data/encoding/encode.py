@@ -130,7 +130,6 @@ def encode_rows(
     loss: Learnt = "answer",
     truncation: Truncation = "drop",
     system: str | None = None,
-    variables: Mapping[str, Any] | None = None,
     bad_rows: BadRows = "stop",
     workers: int = 0,
 ) -> datasets.Dataset:
@@ -150,7 +149,6 @@ def encode_rows(
             tokens, or is an error (`raise`). A row whose cut takes every learnt token is left out. `split` makes rows
             of it where all is learnt, as of raw text, and leaves out others.
         system: the system message of chat rows that have none.
-        variables: what the chat template gets besides messages and tools, such as `enable_thinking`.
         bad_rows: as for `read_rows`, of rows that have files, or of which the template refuses or loses something.
         workers: processes that encode `Rows`, where there are many; 0 does it in this one.
 
@@ -163,7 +161,7 @@ def encode_rows(
         DataError: a row cannot be used; a row is too long and may not be; no row is left.
     """
     checked_length(max_length)
-    encoder = Encoder(tokenizer, loss, system, variables, bad_rows)
+    encoder = Encoder(tokenizer, loss, system, bad_rows)
     report, columns, places = EncodeReport(), Columns(), Places()
     bad: list[BadRow] = []
     for row, labelled in learnt_of(walk(rows, encoder.packed, workers), max_length, truncation, report, bad):
@@ -262,19 +260,11 @@ def nothing_left(report: EncodeReport, max_length: int | None, bad: Sequence[Bad
 class Encoder:
     """Rows to token ids and labels. Of `bad_rows` those are bad, too, whose answers cannot be found."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        loss: Learnt,
-        system: str | None,
-        variables: Mapping[str, Any] | None,
-        bad_rows: BadRows = "stop",
-    ) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, loss: Learnt, system: str | None, bad_rows: BadRows = "stop") -> None:
+        self._tokenizer, self.day = tokenizer, day_of(tokenizer)
         learnt, _, but = loss.partition("+")
         self._all, self._last, self._skips_thoughts = learnt == "all", learnt == "last_round", bool(but)
         self._system = system
-        self._variables, self.day = dict(variables or {}), day_of(tokenizer)
         self._fast = bool(getattr(tokenizer, "is_fast", False))
         self._skips = bad_rows == "skip"
 
@@ -304,7 +294,7 @@ class Encoder:
     @cached_property
     def template(self) -> Template:
         """The model's chat template."""
-        return Template(self._tokenizer, self._variables, self.day)
+        return Template(self._tokenizer, self.day)
 
     @cached_property
     def seen(self) -> Seen:

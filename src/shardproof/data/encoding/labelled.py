@@ -78,7 +78,7 @@ class LabelledEncoder(Encoder):
     shorter = CUT  # what makes them so
 
     def __init__(self, tokenizer: Any, system: str | None = None) -> None:
-        super().__init__(tokenizer, "answer", system, None)
+        super().__init__(tokenizer, "answer", system)
         self._before, self._after = _marks(tokenizer)
 
     def ids(self, rows: Iterable[Row]) -> Iterator[tuple[Row, tuple[Sequence[int], Label | None] | str]]:

@@ -124,14 +124,13 @@ class Template:
 
     Args:
         tokenizer: of transformers, with a chat template.
-        variables: what the template gets besides the messages, such as `enable_thinking`.
         day: what it writes where it asks for the date; None: when it is rendered.
 
     Raises:
         ConfigError: the tokenizer has no chat template, or it fails on one question and answer.
     """
 
-    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None, day: date | None = None) -> None:
+    def __init__(self, tokenizer: Any, day: date | None = None) -> None:
         template = getattr(tokenizer, "chat_template", None)
         if not template:
             name = getattr(tokenizer, "name_or_path", "") or "the model"
@@ -141,7 +140,6 @@ class Template:
                 "Or use rows of plain 'prompt' and 'completion', which need none."
             )
         self._tokenizer = tokenizer
-        self._variables = dict(variables or {})
         dated = template if day is None else on_day(template, day)
         self._dated = {"chat_template": dated} if dated != template else {}
         self._in_parts = False
@@ -166,7 +164,7 @@ class Template:
             self._prepared(messages),
             tokenize=False,
             add_generation_prompt=prompt,
-            **{**self._dated, **self._variables, **extra},
+            **{**self._dated, **extra},
         )
 
     def _prepared(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -257,7 +255,6 @@ class Template:
                 "chat_template": self._tokenizer.chat_template,
                 **self._dated,
                 **self._tokenizer.special_tokens_map,
-                **self._variables,
                 **extra,
             },
         )

@@ -43,7 +43,7 @@ class MediaEncoder:
     Args:
         processor: of transformers, with the model's chat template on its tokenizer.
         limits: of what is read.
-        loss, system, variables, bad_rows: as for `encode_rows`.
+        loss, system, bad_rows: as for `encode_rows`.
     """
 
     def __init__(
@@ -53,19 +53,13 @@ class MediaEncoder:
         *,
         loss: Learnt = "answer",
         system: str | None = None,
-        variables: Mapping[str, Any] | None = None,
         bad_rows: BadRows = "stop",
     ) -> None:
         self.processor, self.limits = processor, limits
-        self._encoder = Encoder(processor.tokenizer, loss, system, variables, bad_rows)
+        self._encoder = Encoder(processor.tokenizer, loss, system, bad_rows)
         written = getattr(processor.tokenizer, "chat_template", None)
         dated = on_day(written, self._encoder.day) != written  # these rows are others on another day
-        self.options = {
-            "loss": loss,
-            "system": system,
-            "variables": dict(variables or {}),
-            "day": str(self._encoder.day) if dated else None,
-        }
+        self.options = {"loss": loss, "system": system, "day": str(self._encoder.day) if dated else None}
         # In texts for Qianfan-OCR a picture has another mark than what it becomes.
         tokens = {
             k: getattr(processor, f"{k}_placeholder_token", getattr(processor, f"{k}_token", None)) for k in KINDS
