@@ -17,7 +17,7 @@ import torch
 
 from integrations.test_trl import dataset
 from shardproof.errors import ConfigError
-from shardproof.integrations.server import serve_weights
+from shardproof.integrations.server import serve_weights, whole_weights
 
 Weights = dict[str, torch.Tensor]
 
@@ -59,14 +59,14 @@ def first_token(completions: list[Any], completion_ids: list[list[int]], **colum
     return [float(ids[0]) for ids in completion_ids]
 
 
-def adapted(model: Any) -> Any:
+def adapted(model: Any, **named: str) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
     config = LoraConfig(
         r=2, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"], init_lora_weights=False
     )
-    return get_peft_model(model, config)
+    return get_peft_model(model, config, **named)
 
 
 def served(name: str, stage: int, source: str, folder: str, lora: bool) -> dict[str, Any]:
@@ -134,6 +134,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from shardproof.models.tiny import build_tiny
 
     return build_tiny(tmp_path_factory.mktemp("model"), ["the a process shard gradient"] * 50)
+
+
+def test_adapters_of_any_name_are_given_with_the_modules_that_they_have_copied(model: Path) -> None:
+    """A copied head of adapters that are not called `default` was left out, and vLLM went on with the one before."""
+    from transformers import AutoModelForCausalLM
+
+    import shardproof
+
+    given = []
+    for named in ({}, {"adapter_name": "policy"}):
+        torch.manual_seed(0)  # the files have no head
+        trained = adapted(AutoModelForCausalLM.from_pretrained(model, tie_word_embeddings=False), **named)
+        shardproof.shard(trained, 3)
+        given.append(dict(whole_weights(trained, SimpleNamespace(device="cpu"))))
+    assert "lm_head.weight" in given[0]
+    assert given[0].keys() == given[1].keys()
+    assert all(torch.equal(given[0][name], given[1][name]) for name in given[0])
 
 
 CASES = [("GRPO", 3, False), ("GRPO", 3, True), ("RLOO", 1, True), ("GRPO", 0, True)]

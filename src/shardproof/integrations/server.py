@@ -101,9 +101,10 @@ def whole_weights(
 
 def _served_name(model: nn.Module, name: str) -> str | None:
     """The name of a weight in the model without adapters; None for one that is of an adapter only."""
-    if not adapters_of(model):
+    if not (adapters := adapters_of(model)):
         return name
-    name = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".modules_to_save.default", "")
+    name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+    name = name.replace(f".modules_to_save.{adapters[0]}.", ".")
     others = (str(model.prefix), ".original_module.", ".modules_to_save.")  # the last one of a reference's
     return None if any(other in name for other in others) else name
 

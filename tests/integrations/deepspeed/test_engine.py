@@ -539,6 +539,26 @@ def test_the_scale_moves_as_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:
             assert ours.scale == other.cur_scale
 
 
+def test_a_scale_goes_on_where_one_was_that_moved() -> None:
+    """Of a run in bf16 a run in fp16 took the scale 1, at which small gradients are nought."""
+
+    def scale(**settings: Any) -> LossScale:
+        return LossScale(Fp16(**{"enabled": True, "initial_scale_power": 8, **settings}), torch.device("cpu"))
+
+    moved = scale(hysteresis=1)
+    moved.update(overflow=True)
+    for saved, here, expected in (
+        (moved, scale(), 128),
+        (scale(enabled=False), scale(), 256),
+        (scale(loss_scale=4), scale(), 256),
+        (moved, scale(loss_scale=64), 64),
+        (moved, scale(enabled=False), 1),
+    ):
+        here.load_state_dict(saved.state_dict())
+        assert here.scale == expected
+        assert float(here.apply(torch.ones(()))) == expected
+
+
 def test_the_scale_has_an_end() -> None:
     ours = LossScale(Fp16(enabled=True, initial_scale_power=1, hysteresis=1), torch.device("cpu"))
     ours._move(True)

@@ -83,5 +83,7 @@ class LossScale:
         return {name: getattr(self, name) for name in ("scale", "patience", "steps", "last_overflow")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._begin()
+        """Go on where the scale was that moved then, if it does now; that of another precision says nothing."""
+        if self.on and self.dynamic and state["steps"]:
+            self.__dict__.update(state)
+            self._begin()
