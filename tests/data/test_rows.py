@@ -277,10 +277,12 @@ def test_a_table_adds_no_arguments_to_the_calls_of_anthropics(tmp_path):
             ("assistant", use),
             ("assistant", [{"type": "text", "text": "."}]),
         ]
-        records.append({"messages": [{"role": role, "content": content} for role, content in turns]})
+        rest = {"input": {"a": 1, name: None}}  # of rewards, which may look for it
+        records.append({"messages": [{"role": role, "content": content} for role, content in turns], **rest})
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "calls.parquet")
     rows = read_rows([tmp_path / "calls.parquet"])
     assert [row.messages for row in rows] == [normalise(record)[0] for record in records]
+    assert [record["input"] for record in rows.records()] == [{"a": 1, "move": None, "say": None}] * 2
 
 
 def test_rows_of_several_files_keep_file_and_line(write):

@@ -26,7 +26,7 @@ csv.field_size_limit(2**31 - 1)
 
 BOM = b"\xef\xbb\xbf"
 _SUBSETS = re.compile(r"((?:\w\w::)?[\w.-]+/[\w.-]+):([\w.-]+(?:/[\w.-]+)+)")  # as ms-swift names them
-CALLED = ("tools", "tool_calls", "input")  # fields in which each row has names of its own; the last is Anthropic's
+CALLED = ("tools", "tool_calls")  # fields in which each row has names of its own
 
 OPEN = 64  # files that stay open to be read from: a process may hold some hundred, and a dataset may be thousands
 _open: deque[BinaryIO] = deque()
@@ -304,11 +304,8 @@ class TableSource:
 
 def as_called(record: Any, columns: Mapping[str, str]) -> Any:
     """What a row of a table of Arrow's says of tools and calls of them, without what the table fills up: a column has
-    the same fields in all rows, so that a call of one tool has the arguments of all others, as nulls.
-
-    Args:
-        columns: fields that have other names in the table, and these.
-    """
+    the same fields in all rows, so that a call of one tool has the arguments of all others, as nulls. `columns`: fields
+    that have other names in the table, and these."""
     return _as_called(record, {*CALLED, *(columns[field] for field in CALLED if field in columns)})
 
 
@@ -317,6 +314,8 @@ def _as_called(value: Any, called: Collection[str]) -> Any:
         return [_as_called(one, called) for one in value] if value and isinstance(value[0], dict) else value
     if not isinstance(value, dict):
         return value
+    if value.get("type") == "tool_use":  # a call in Anthropic's form
+        called = {*called, "input"}
     return {key: _filled(one) if key in called else _as_called(one, called) for key, one in value.items()}
 
 
