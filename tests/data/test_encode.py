@@ -75,6 +75,9 @@ def test_loss_last_round_learns_the_last_answer(tokenizer):
     assert [learnt(dataset, tokenizer, i) for i in (0, 1)] == ["It is 4.<|im_end|>", "Hello!<|im_end|>"]
     assert dataset[2]["labels"] == encode_rows(rows[2:], tokenizer, max_length=None)[0]["labels"]
     assert "loss" not in rows[0].messages[1]
+    rows[0].messages[3]["loss"] = False  # told as rows that a cut had left without an answer
+    with pytest.raises(DataError, match=r"a\.jsonl:7: its last answer has loss: false, and --loss last_round"):
+        encode_rows(rows, tokenizer, max_length=None, loss="last_round")
 
 
 # As Qwen3's: without a thought there is one of nothing, which some templates write where an answer is asked for.

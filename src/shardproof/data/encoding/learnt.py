@@ -7,13 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardproof.data.encoding.template import MARK, Span, Template
+from shardproof.data.forms.parts import Problem
 
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
 
 
 def only_last_answer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same turns, of which no answer but the last is learnt, and those that say themselves that they are."""
+    """The same turns, of which no answer but the last is learnt, and those that say themselves that they are. Raises
+    Problem where none is."""
     answers = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
+    if answers and not any(messages[i].get("loss", i == answers[-1]) for i in answers):
+        raise Problem("its last answer has loss: false, and --loss last_round learns no other")
     return [
         {**turn, "loss": False} if i in answers[:-1] and not turn.get("loss") else turn
         for i, turn in enumerate(messages)
