@@ -173,6 +173,22 @@ def test_a_mark_may_be_another_than_what_a_picture_becomes(rows) -> None:
     assert answers == ["two<|im_end|>", "yes indeed<|im_end|>"]
 
 
+def test_a_processor_that_puts_a_separator_behind_texts_need_not(rows) -> None:
+    """Chameleon's takes an option for it: it was refused, as one that writes more than its files."""
+    tokens = {"image_token": "<image>", "boi_token": "<racm3:break>", "eoi_token": "<eoss>"}
+    tokenizer = media_tokenizer(TEXTS, tokens, {"image": "<image>"})
+    tokenizer.sep_token = "<racm3:break>"
+    images = image_processor(
+        "ChameleonImageProcessor", size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+    )
+    encoder = MediaEncoder(prepared(transformers.ChameleonProcessor(images, tokenizer, image_seq_length=4)), Limits())
+    encoded = encode_media_rows(rows(SEEING, WORDS), encoder, max_length=None)
+    batch = MediaCollator(encoder, on_lost="stop")([encoded[0], encoded[1]])
+    answers = [tokenizer.decode(labels[labels != -100]) for labels in batch["labels"]]
+    assert answers == ["two<|im_end|>", "yes indeed<|im_end|>"]
+    assert (batch["input_ids"] == tokenizer.image_token_id).sum(1).tolist() == [4, 0]
+
+
 def saved(processor: Any, kind: str, folder: Path) -> str:
     processor.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": kind}))
@@ -194,6 +210,16 @@ def test_a_processor_that_takes_texts_only_is_refused(tmp_path: Path) -> None:
     extractor = transformers.WhisperFeatureExtractor(feature_size=16)
     with pytest.raises(ConfigError, match="VoxtralProcessor takes a text alone"):
         load_processor(saved(transformers.VoxtralProcessor(extractor, tokenizer), "voxtral", tmp_path))
+
+
+def test_a_processor_that_takes_no_text_is_refused() -> None:
+    """As that of Voxtral's realtime kind, of which one without chat template was told."""
+
+    class Heard:
+        def __call__(self, audio: Any = None, **options: Any) -> None: ...
+
+    with pytest.raises(ConfigError, match="Heard takes files without a text"):
+        processors._check_takes_files(Heard)
 
 
 @pytest.mark.skipif(is_torchaudio_available(), reason="it is there")

@@ -67,6 +67,42 @@ def test_what_inspection_finds_is_what_the_record_says(kind: str) -> None:
     assert len(find_units(model, units)) >= 2 + len(known.dynamic)
 
 
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("model.layerwise_projectors.0.norm.weight", "aligner"),  # Granite 4 Vision's
+        ("model.visual.deepstack_merger_list.0.norm.weight", "aligner"),
+        ("model.vision_tower.embeddings.patch_embeddings.projection.weight", "vision"),
+        ("model.audio_tower.subsampling.projection.weight", "audio"),
+        ("model.embed_vision.multimodal_embedder.embedding_projection.weight", "aligner"),
+        ("model.vqmodel.encoder.conv_in.weight", "vision"),
+        ("model.layers.0.mlp.vision_expert.weight", "llm"),
+    ],
+)
+def test_parts_are_found_by_the_words_in_names(name: str, part: str) -> None:
+    """The first was taken for the language model, the beginnings of towers for what stands behind them."""
+    assert guessed_part(name) == part
+
+
+def test_a_tower_that_its_name_does_not_tell_is_found() -> None:
+    """Granite Speech's is called `encoder`: with --freeze llm it was frozen, and with --freeze audio trained."""
+    import transformers
+
+    small = {"num_layers": 1, "hidden_dim": 32, "num_heads": 2, "output_dim": 8, "dim_head": 16}
+    projector = {"model_type": "blip_2_qformer", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.GraniteSpeechConfig(
+        text_config={**TEXT, "model_type": "granite"},
+        encoder_config=small,
+        projector_config={**projector, "intermediate_size": 48, "encoder_hidden_size": 32},
+        has_lora_adapter=False,
+    )
+    with torch.device("meta"):
+        found = anatomy(transformers.GraniteSpeechForConditionalGeneration(config))
+    assert found.part_of["model.encoder.input_linear.weight"] == "audio"
+    assert found.part_of["model.language_model.norm.weight"] == "llm"
+    assert found.parts == ["llm", "audio", "aligner"]
+
+
 # Of the others a tiny configuration is no model that runs: tests/train/test_families.py has those.
 RUN = sorted(set(BY_TYPE) - {"minicpmv4_6", "qwen2_5_omni", "qwen2_vl", "qwen2_5_vl", "qwen3_omni_moe"})
 

@@ -23,6 +23,8 @@ from shardproof.data.rows import read_rows
 from shardproof.errors import DataError
 from shardproof.models.loading.classes import load_pretrained
 from shardproof.models.loading.processors import load_processor
+from shardproof.train.answers.chat import Chat
+from shardproof.train.answers.sampling import Sampling
 
 pytest.importorskip("torchvision", reason="these processors need it")
 
@@ -38,7 +40,7 @@ HEARD = [
     {"query": "<audio>what?", "response": "this", "audios": ["a.wav"]},
     {"query": "<audio> or <audio>?", "response": "digit", "audios": ["a.wav", "a.wav"]},
 ]
-MOVE = ("llava_onevision", "molmo2", "minimax_m3_vl")
+MOVE = ("llava_onevision", "molmo2", "minimax_m3_vl", "smolvlm", "muse_glimmer")
 RATE = 16000
 
 
@@ -46,6 +48,9 @@ def rows_of(kind: str) -> list[dict[str, Any]]:
     if kind == "granite_speech":
         pytest.importorskip("torchaudio")
         return [*WORDS, *HEARD]
+    if kind == "smolvlm":
+        pytest.importorskip("num2words")
+        return [*WORDS, *SEEN, *MOVING]
     return [*WORDS, *SEEN, *(MOVING + BOTH if kind in MOVE else [])]
 
 
@@ -86,6 +91,7 @@ def opened(files: Path, row: dict[str, Any]) -> dict[str, Any]:
             for n in map(len, given["videos"])
         ]
         given["videos_kwargs"] = {"do_sample_frames": False, "do_resize": True, "video_metadata": known}
+        given["videos_kwargs"]["return_metadata"] = True  # some write its times
     return given
 
 
@@ -102,7 +108,9 @@ def by_the_library(processor: Any, files: Path, row: dict[str, Any]) -> dict[str
     at = max(i for i in range(len(ids)) if ids[i : i + len(answer)] == answer)
     labels = torch.full_like(made["input_ids"], -100)
     labels[0, at : at + len(answer)] = torch.tensor(answer)
-    return {n: v.float() if v.dtype == torch.bfloat16 else v for n, v in made.items()} | {"labels": labels}
+    return {n: v.float() if getattr(v, "dtype", None) == torch.bfloat16 else v for n, v in made.items()} | {
+        "labels": labels
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,3 +139,20 @@ def test_rows_have_the_losses_that_the_library_gives_them(tmp_path: Path, files:
     check_together(encoded, collator)
     batch = collator([encoded[i] for i in range(len(rows))])
     assert model(**batch).loss.item() == pytest.approx(total / learnt, abs=2e-6)
+
+
+def test_a_row_with_pictures_and_videos_that_become_the_same_is_bad(tmp_path: Path, files: Path) -> None:
+    """Those of SmolVLM: what the pictures had become was lost, and the run ended in the step in which the row came."""
+    pytest.importorskip("num2words")
+    (files / "both.jsonl").write_text(json.dumps(BOTH[0]))
+    encoder = MediaEncoder(load_processor(str(build("smolvlm", tmp_path))), Limits())
+    with pytest.raises(DataError, match="SmolVLMProcessor takes no pictures beside videos in one row"):
+        encode_media_rows(read_rows([files / "both.jsonl"]), encoder, max_length=None)
+
+
+def test_a_model_that_is_given_lists_beside_pictures_answers(tmp_path: Path, files: Path) -> None:
+    """Unlimited-OCR reads how its pictures were cut, in lists: `infer` left them out, and ended."""
+    source = build("unlimited_ocr", tmp_path)
+    asked = [{"role": "user", "content": [{"type": "image", "image": str(files / "a.png")}]}]
+    chat = Chat(source)
+    chat.answer(asked, Sampling(max_new_tokens=2, temperature=0))

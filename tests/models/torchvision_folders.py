@@ -12,6 +12,7 @@ from shardproof.models.tiny_media import media_tokenizer, save_random
 
 LARGE = {"height": 56, "width": 56}
 PIXELS = {"shortest_edge": 28 * 28, "longest_edge": 64 * 28 * 28}
+MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
 Made = tuple[str, Any, Any, dict[str, Any]]  # class of the model, tokenizer, processor, config without its text
 
 
@@ -172,6 +173,66 @@ def _llava_onevision() -> Made:
     return "LlavaOnevisionForConditionalGeneration", tokenizer, processor, config
 
 
+def _smolvlm() -> Made:
+    named = {"image_token": "<image>", "video_token": "<video>", "global_image_token": "<global-img>"}
+    tiles = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    tokenizer = _tokenizer({"image": "<image>", "video": "<video>"}, *tiles, "<fake_token_around_image>", **named)
+    sizes = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
+    processor = _processor(
+        "SmolVLMProcessor",
+        tokenizer,
+        image_processor=("SmolVLMImageProcessor", sizes),
+        video_processor=("SmolVLMVideoProcessor", sizes),
+        image_seq_len=1,
+    )
+    config = {
+        "text_config": {"model_type": "llama"},
+        "vision_config": dict(VISION),
+        "image_token_id": tokenizer.image_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "scale_factor": 2,
+    }
+    return "SmolVLMForConditionalGeneration", tokenizer, processor, config
+
+
+def _muse_glimmer() -> Made:
+    marks = ["patch", "image_start", "image_end", "video", "vid_frame_separator", "vid_start", "vid_end"]
+    tokenizer = _tokenizer({"image": "<|patch|>", "video": "<|video|>"}, *[f"<|{mark}|>" for mark in marks])
+    processor = _processor(
+        "MuseGlimmerProcessor",
+        tokenizer,
+        image_processor=("MuseGlimmerImageProcessor", {"max_image_tokens": 16}),
+        video_processor=("MuseGlimmerVideoProcessor", {"max_video_frame_tokens": 4}),
+    )
+    sizes = {"patch_size": 14, "pos_emb_height": 8, "pos_emb_width": 8, "max_position_embeddings": 64}
+    config = {
+        "text_config": {"layer_types": ["sliding_attention", "full_attention"], "layer_rope_theta": [10000.0, 0]},
+        "vision_config": {**VISION, **sizes},
+        "image_token_id": tokenizer.convert_tokens_to_ids("<|patch|>"),
+        "video_token_id": tokenizer.convert_tokens_to_ids("<|video|>"),
+        "out_hidden_size": 128,
+        "projector_hidden_size": 48,
+    }
+    return "MuseGlimmerForConditionalGeneration", tokenizer, processor, config
+
+
+def _unlimited_ocr() -> Made:
+    tokenizer = _tokenizer({"image": "<image>"}, image_token="<image>")
+    images = {"size": {"height": 128, "width": 128}, "tile_size": 64, "max_patches": 4}
+    processor = _processor("UnlimitedOcrProcessor", tokenizer, image_processor=("UnlimitedOcrImageProcessor", images))
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sam = {**small, "output_channels": 16, "image_size": 128, "downsample_channels": [24, 32], "mlp_dim": 48}
+    config = {
+        "text_config": {**MOE, "mlp_layer_types": ["dense", "sparse"], "sliding_window": 16},
+        "vision_config": {
+            "sam_config": {**sam, "global_attn_indexes": [1], "initializer_range": 0.02},
+            "encoder_config": {**VISION},
+        },
+        "image_token_id": tokenizer.image_token_id,
+    }
+    return "UnlimitedOcrForConditionalGeneration", tokenizer, processor, config
+
+
 def _granite_speech() -> Made:
     tokenizer = _tokenizer({"audio": "<|audio|>"}, audio_token="<|audio|>")
     processor = _processor("GraniteSpeechProcessor", tokenizer, audio_processor=("GraniteSpeechFeatureExtractor", {}))
@@ -197,4 +258,7 @@ KINDS = {
     "molmo2": _molmo2,
     "minimax_m3_vl": _minimax_m3_vl,
     "granite_speech": _granite_speech,
+    "smolvlm": _smolvlm,
+    "muse_glimmer": _muse_glimmer,
+    "unlimited_ocr": _unlimited_ocr,
 }

@@ -211,7 +211,13 @@ def together(batches: Sequence[Mapping[str, Any]], pad: int, side: str = "right"
                 value = torch.nn.functional.pad(value, [0, 0] * (value.ndim - 2) + ends, value=fill)
             joined.setdefault(name, []).append(value)
     masked = any("mask" in name for name in joined if name not in _PER_TOKEN)
-    return {name: torch.cat(_of_one_size(values) if masked else values) for name, values in joined.items()}
+
+    def one(values: Sequence[Any]) -> Any:
+        if isinstance(values[0], list):  # an element for each file (Unlimited-OCR's)
+            return [element for value in values for element in value]
+        return torch.cat(_of_one_size(values) if masked else list(values))
+
+    return {name: one(values) for name, values in joined.items()}
 
 
 def _of_one_size(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:

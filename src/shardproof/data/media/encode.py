@@ -27,6 +27,7 @@ from shardproof.data.forms.parts import KINDS, Problem, parts_of, placeholders, 
 from shardproof.data.media.grounding import Grounded
 from shardproof.data.media.hearing import Hearing
 from shardproof.data.media.limits import Limits
+from shardproof.data.media.made import after_replacement, as_taken, check_seen, for_a_model, listed, share_names
 from shardproof.data.media.reading import Frames, files_of
 from shardproof.data.rows import BadRows, Row
 from shardproof.errors import ConfigError, DataError
@@ -34,6 +35,7 @@ from shardproof.models.loading.processors import writes_more
 
 # What processors call the files of each kind.
 _NAMES = {"image": "images", "audio": "audio", "video": "videos"}
+_COMPLETES = "return_for_text_completion"  # of Chameleon's, which puts a separator behind all texts else
 _SECONDS = "video_second_per_grid"  # in what the processors of the Omnis make: between patches, of each video
 
 
@@ -113,14 +115,16 @@ class MediaEncoder:
         if self._encoder.begin_of_text:
             return self._encoder.begin_of_text
         tokenizer = self.processor.tokenizer
-        try:
-            both = (of(text=["a"], add_special_tokens=False)["input_ids"][0] for of in (tokenizer, self.processor))
-            alone, made = map(_listed, both)
-        except Exception:  # what takes no text alone says so where it gets one
-            return ""
+        alone, made = (_ids_of(of, "a") for of in (tokenizer, self.processor))
         added, rest = made[: len(made) - len(alone)], made[len(made) - len(alone) :]
         is_begin = rest == alone and set(added) <= set(tokenizer.all_special_ids)
         return str(tokenizer.decode(added)) if is_begin else ""
+
+    @cached_property
+    def _begins_anyway(self) -> bool:
+        """Whether the processor puts what texts begin with before one that has it, too (Emu3's)."""
+        alone = _ids_of(self.processor.tokenizer, self._begin) if self._begin else []
+        return bool(alone) and _ids_of(self.processor, self._begin)[: 2 * len(alone)] == alone * 2
 
     def known(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         """The content of a turn for the chat template: files that it has no mark for stand there as tokens."""
@@ -212,14 +216,14 @@ class MediaEncoder:
             # Some take no text that is to become a list.
             text_kwargs={"return_offsets_mapping": True, "padding": False, "return_tensors": "pt"},
         )
-        ids = _listed(out["input_ids"][0])
+        ids = listed(out["input_ids"][0])
         replaced = out.get("text_replacement_offsets")
         if replaced is None:
             return ids, self._labels_by_beginnings(ids, text, spans, files)
-        _check_seen(replaced[0])
-        grown, moved = _after_replacement(text, spans, replaced[0])
+        check_seen(replaced[0])
+        grown, moved = after_replacement(text, spans, replaced[0])
         self._check_followed(text, grown, replaced[0], ids)
-        return ids, labels_of(ids, _listed(out["offset_mapping"][0]), moved, grown)
+        return ids, labels_of(ids, listed(out["offset_mapping"][0]), moved, grown)
 
     def _check_followed(self, text: str, grown: str, replaced: Sequence[Any], ids: list[int]) -> None:
         """Raise ConfigError for a processor that changes more of a text than it says: places in our text are then not
@@ -280,7 +284,7 @@ class MediaEncoder:
             part = getattr(self.processor, "video_processor", None)
             least = getattr(part, "temporal_patch_size", 1)  # some refuse less than a patch
             given["videos"] = [video.of_at_least(least) for video in given["videos"]]
-            given["videos_kwargs"] = _as_taken(given["videos"], part)
+            given["videos_kwargs"] = as_taken(given["videos"], part)
             if (getattr(self.processor, "videos_kwargs", None) or {}).get("do_resize") is False:
                 given["videos_kwargs"]["do_resize"] = True  # MiniMax M3's leaves it to who reads the frames
         # Those of a row together: some processors tell rows apart by it. GOT-OCR2's would take them for one in pages.
@@ -317,11 +321,17 @@ class MediaEncoder:
         options |= {
             name: {**options.get(name, {}), **given.pop(name)} for name in list(given) if name.endswith("_kwargs")
         }
+        if "images" in given and "videos" in given and share_names(self.processor):
+            raise Problem(f"{type(self.processor).__name__} takes no pictures beside videos in one row")
+        if hasattr(self.processor, _COMPLETES):
+            options[_COMPLETES] = True
+        if self._begins_anyway:
+            texts = [text.removeprefix(self._begin) for text in texts]
         try:
             made = self.processor(text=list(texts), **given, text_kwargs=text_options, **options)
         except Exception as error:
             raise refusal(self.processor, error) from error
-        return self._timed(_in_fp32(made), given.get("videos") or [])
+        return self._timed(for_a_model(made), given.get("videos") or [])
 
     def _timed(self, made: Any, videos: Sequence[Frames]) -> Any:
         """What the processor has made, with the seconds between patches of each video: the Omnis' take one rate for all
@@ -344,47 +354,14 @@ class MediaEncoder:
         return len(self.process([text], [files], text_kwargs={"padding": False})["input_ids"][0])
 
 
-def _in_fp32(made: Any) -> Any:
-    """What a processor has made, without half precision (Llama 4's): who computes in it casts what comes."""
-    for name, value in made.items():
-        if str(getattr(value, "dtype", "")) in ("torch.bfloat16", "torch.float16"):
-            made[name] = value.float()
-    return made
-
-
-def _listed(values: Any) -> list[Any]:
-    return values.tolist() if hasattr(values, "tolist") else list(values)
-
-
-def _check_seen(replaced: Sequence[Any]) -> None:
-    """Raise Problem for a file that the processor puts no token in the place of."""
-    for change in replaced:
-        if not change["replacement"]:
-            raise Problem("a file is too small or too short for this model: it takes no token")
-
-
-def _after_replacement(text: str, spans: Sequence[Span], replaced: Sequence[Any]) -> tuple[str, list[Span]]:
-    """The text with each placeholder grown to what the processor put in its place, and the spans in that text."""
-    pieces, last = [], 0
-    for change in replaced:
-        start, end = change["span"]
-        pieces += [text[last:start], change["replacement"]]
-        last = end
-    grown = "".join([*pieces, text[last:]])
-
-    def moved(at: int) -> int:
-        return at + sum(len(c["replacement"]) - (c["span"][1] - c["span"][0]) for c in replaced if c["span"][1] <= at)
-
-    return grown, [(moved(start), moved(end)) for start, end in spans]
-
-
-def _as_taken(videos: Sequence[Frames], processor: Any) -> dict[str, Any]:
-    """What a processor of videos has to know where their frames are taken already: to take all, and when they were."""
-    ours = {"do_sample_frames": False, "stack_frames": 1, "video_metadata": [video.metadata for video in videos]}
-    taken = getattr(getattr(processor, "valid_kwargs", None), "__annotations__", {})
-    return {name: value for name, value in ours.items() if name in taken}
-
-
 def _only_text(message: Mapping[str, Any]) -> str:
     content = message["content"]
     return content if isinstance(content, str) else text_of([part for part in content if part["type"] == "text"])
+
+
+def _ids_of(processing: Any, text: str) -> list[int]:
+    """What a tokenizer or a processor makes of a text alone; nothing where it takes none, and says so when asked to."""
+    try:
+        return listed(processing(text=[text], add_special_tokens=False)["input_ids"][0])
+    except Exception:
+        return []

@@ -43,7 +43,9 @@ def anatomy(model: nn.Module) -> Anatomy:
     family = family_of(getattr(inner, "config", None))
     names = [name for name, _ in model.named_parameters()]
     if family is None:
-        return Anatomy({name: guessed_part(name) for name in names})
+        towers = _towers(inner)
+        tops = {name: _top(name.removeprefix(prefix), towers) for name in names}
+        return Anatomy({name: guessed_part(name, towers.get(top or "")) for name, top in tops.items()})
     paths = {path: part for part, found in family.parts.items() for path in found}
     modules = dict(inner.named_modules())
     paths |= dict.fromkeys((*family.unused, *_behind_features(family, inner.config, modules)), UNUSED)
@@ -87,16 +89,38 @@ _TELLING = (
     (UNUSED, r"token2wav|code2wav|vocoder"),
     ("aligner", r"project|merger|align|resampl|connector|adapter|mm_proj|abstractor"),
     ("audio", r"audio|speech|whisper|apm"),
-    ("vision", r"vis|image|vit\b|vpm|clip|siglip|patch"),
+    ("vision", r"vis|image|vit\b|vpm|clip|siglip|patch|\bvq"),
 )
+_OF_PATCHES = re.compile(r"(patch|subsampl)\w*?[._]projection")  # a tower's beginning, and no aligner
 
 
-def guessed_part(name: str) -> str:
+def guessed_part(name: str, tower: str | None = None) -> str:
     """The part that a parameter of an unknown model belongs to, by the words in its path. Blocks of a language model
-    (`q_proj`, `vision_expert`) are not towers: only what stands before the first number counts."""
-    path = re.split(r"\.\d+\.", name)[0].lower().rpartition(".")[0]
+    (`q_proj`, `vision_expert`) are not towers: only what stands before the first number counts.
+
+    Args:
+        tower: the part, if it is in a tower, as transformers declares them.
+    """
+    path, numbered = re.subn(r"\.\d+\..*", "", name.lower())
+    path = _OF_PATCHES.sub(r"\1", path if numbered else path.rpartition(".")[0])
     outer = ".".join(piece for piece in path.split(".") if not piece.endswith(("_proj", "norm")))
-    return next((part for part, words in _TELLING if re.search(words, outer)), "llm")
+    return next((part for part, words in _TELLING if re.search(words, outer)), tower or "llm")
+
+
+def _towers(model: Any) -> dict[str, str]:
+    """The outermost modules of a model that take files and no text, as their classes in transformers say, and what part
+    they are: not all are called after what they take (`encoder`, `vqmodel`)."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        taken = getattr(module, "input_modalities", None) or ()
+        kinds = {taken} if isinstance(taken, str) else set(taken)
+        if name and kinds and kinds <= {"image", "video", "audio"} and _top(name, found) is None:
+            found[name] = "vision" if kinds & {"image", "video"} else "audio"
+    return found
+
+
+def _top(name: str, towers: Mapping[str, str]) -> str | None:
+    return next((tower for tower in towers if name.startswith(f"{tower}.")), None)
 
 
 def trainable_parts(

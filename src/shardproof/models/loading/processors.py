@@ -91,9 +91,16 @@ def _check_causal(cls: Any) -> None:
 
 
 def _check_takes_files(cls: Any) -> None:
-    """Raise ConfigError for a processor that takes no file beside a text, as Voxtral's."""
+    """Raise ConfigError for a processor that takes no file beside a text, as Voxtral's, or no text, as that of its
+    realtime kind."""
     parameters = inspect.signature(cls.__call__).parameters
-    if "text" in parameters and not {"images", "audio", "videos"} & set(parameters):
+    files = {"images", "audio", "videos"} & set(parameters)
+    if files and "text" not in parameters:
+        raise ConfigError(
+            f"{cls.__name__} takes files without a text, so that no question or answer can stand beside them. Models"
+            " with this processor cannot be used here."
+        )
+    if "text" in parameters and not files:
         raise ConfigError(
             f"{cls.__name__} takes a text alone, and files only in conversations of its own form, whose answers cannot"
             " be found among the tokens. Models with this processor cannot be used here."

@@ -1,7 +1,8 @@
 """Models of transformers whose forward ends at pictures, or rows, that others take.
 
-[Note: one token] Mistral 3 takes the dimension of the tokens away where a batch has one picture of a single token (28 x
-28 pixels and less), and cannot split what is left. Such a picture goes in twice here, and comes out once.
+[Note: one token] Mistral 3 and Mistral Large 4 take the dimension of the tokens away where a batch has one picture of a
+single token (28 x 28 pixels and less), and cannot split what is left. Such a picture goes in twice here, and comes out
+once.
 
 [Note: image outputs] Llama 4 reads from what its language model gives a field that only its own output has, so that no
 forward of the whole model ends, with or without pictures.
@@ -18,7 +19,7 @@ def pictures_taken(model: Any) -> None:
     for module in model.modules():
         cls: Any = type(module)
         if cls.__module__.startswith("transformers."):
-            if cls.__name__ == "Mistral3Model":
+            if cls.__name__ in ("Mistral3Model", "MistralLarge4Model"):
                 module.__class__ = _with_one_token(cls)
             elif cls.__name__ == "Llama4ForCausalLM":
                 module.__class__ = _with_image_outputs(cls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from shardproof.data.forms.parts import Problem, parts_of
 from shardproof.data.rows import Row
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.families.known import family_of
+from shardproof.models.forward import without_adapters
 from shardproof.plugins import Plugins
 from shardproof.train.answers.loaded import Loaded
 from shardproof.train.answers.sampling import Sampling
@@ -181,7 +183,8 @@ class Chat(Loaded):
         family = family_of(self.model.config)
         if family is not None and family.takes_data:  # lists with an element for each row, too
             return found
-        return {name: value for name, value in found.items() if hasattr(value, "to")}
+        taken = inspect.signature(without_adapters(self.model).forward).parameters  # some lists, too
+        return {name: value for name, value in found.items() if hasattr(value, "to") or name in taken}
 
     def filled(self, turns: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
         """The turns of a row of the file `where`, with its objects written into their texts as the model does.
