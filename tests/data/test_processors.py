@@ -20,7 +20,7 @@ from shardproof.data.media.limits import Limits
 from shardproof.data.media.reading import Frames, read_video
 from shardproof.data.media.rows import encode_media_rows
 from shardproof.data.rows import Row, Rows, read_rows
-from shardproof.errors import ConfigError
+from shardproof.errors import ConfigError, DataError
 from shardproof.models.loading import processors
 from shardproof.models.loading.processors import load_processor, prepared
 from shardproof.models.tiny_media import image_processor, media_processor, media_tokenizer
@@ -187,6 +187,15 @@ def test_a_processor_that_puts_a_separator_behind_texts_need_not(rows) -> None:
     answers = [tokenizer.decode(labels[labels != -100]) for labels in batch["labels"]]
     assert answers == ["two<|im_end|>", "yes indeed<|im_end|>"]
     assert (batch["input_ids"] == tokenizer.image_token_id).sum(1).tolist() == [4, 0]
+
+
+def test_a_processor_without_a_mark_for_files_is_named(rows) -> None:
+    """As Kosmos-2's, of whose model it was said that it takes no pictures."""
+    tokenizer = media_tokenizer(TEXTS, {}, {"image": "<image>"})
+    images = image_processor("CLIPImageProcessor", size=SQUARE, crop_size=SQUARE)
+    encoder = MediaEncoder(media_processor("CLIPProcessor", tokenizer, images), Limits())
+    with pytest.raises(DataError, match="of kind image, and CLIPProcessor has no token that stands for one in a text"):
+        encode_media_rows(rows(SEEING), encoder, max_length=None)
 
 
 def saved(processor: Any, kind: str, folder: Path) -> str:

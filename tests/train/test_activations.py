@@ -220,3 +220,12 @@ def test_runs_have_the_losses_of_the_one_without(commands, sft, more):
     assert all(run.code == 0 for run in done.values()), [run.output for run in done.values()]
     for run in done.values():
         assert run.series("loss") == pytest.approx(done["no"].series("loss"), abs=1e-5)
+
+
+@pytest.mark.parametrize("how", [True, 2, "selective"])
+def test_a_model_that_cannot_compute_again_is_refused_in_our_words(how: bool | int | str) -> None:
+    """As Granite Speech: the run ended in transformers' words, on one of its ranks."""
+    model = tiny("Qwen3Moe")
+    model.supports_gradient_checkpointing = False  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="--gradient-checkpointing: a Qwen3MoeForCausalLM cannot compute its"):
+        enable_checkpointing(choose_checkpointing(model, how), reentrant=False)

@@ -120,12 +120,6 @@ class MediaEncoder:
         is_begin = rest == alone and set(added) <= set(tokenizer.all_special_ids)
         return str(tokenizer.decode(added)) if is_begin else ""
 
-    @cached_property
-    def _begins_anyway(self) -> bool:
-        """Whether the processor puts what texts begin with before one that has it, too (Emu3's)."""
-        alone = _ids_of(self.processor.tokenizer, self._begin) if self._begin else []
-        return bool(alone) and _ids_of(self.processor, self._begin)[: 2 * len(alone)] == alone * 2
-
     def known(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         """The content of a turn for the chat template: files that it has no mark for stand there as tokens."""
         if isinstance(content, str):
@@ -166,9 +160,9 @@ class MediaEncoder:
         """
         for part in parts_of(row.messages):
             if part["type"] not in self.takes:
-                raise Problem(
-                    f"it has a file of kind {part['type']}, the model takes {', '.join(self.takes) or 'none'}"
-                )
+                taken = f"the model takes {', '.join(self.takes)}"
+                marks = f"{type(self.processor).__name__} has no token that stands for one in a text"
+                raise Problem(f"it has a file of kind {part['type']}, {taken if self.takes else f'and {marks}'}")
         files = files_of(row, self.limits)
         for message in row.messages:
             lost = [kind for kind in placeholders(_only_text(message)) if kind in self.takes and not files[kind]]
@@ -325,8 +319,6 @@ class MediaEncoder:
             raise Problem(f"{type(self.processor).__name__} takes no pictures beside videos in one row")
         if hasattr(self.processor, _COMPLETES):
             options[_COMPLETES] = True
-        if self._begins_anyway:
-            texts = [text.removeprefix(self._begin) for text in texts]
         try:
             made = self.processor(text=list(texts), **given, text_kwargs=text_options, **options)
         except Exception as error:

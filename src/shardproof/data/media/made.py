@@ -20,8 +20,8 @@ def as_taken(videos: Sequence[Frames], processor: Any) -> dict[str, Any]:
 
 def share_names(processor: Any) -> bool:
     """Whether what pictures become has the names of what videos become (SmolVLM's): of both one is left."""
-    parts = (getattr(processor, f"{kind}_processor", None) for kind in ("image", "video"))
-    images, videos = (set(getattr(part, "model_input_names", None) or ()) for part in parts)
+    parts = (type(getattr(processor, f"{kind}_processor", None)) for kind in ("image", "video"))
+    images, videos = (set(getattr(part, "model_input_names", ())) for part in parts)  # our part for videos has none
     return bool(images & videos)
 
 

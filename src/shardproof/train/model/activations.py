@@ -68,14 +68,16 @@ def choose_checkpointing(model: nn.Module, how: bool | int | str) -> nn.Module:
     Returns: `model`.
 
     Raises:
-        ConfigError: on enabling, if the model has no layers to choose from.
+        ConfigError: on enabling, if the model cannot, or has no layers to choose from.
     """
     from shardproof.train.options.config import SELECTIVE  # with pydantic, which who holds activations needs not have
 
-    every = 1 if isinstance(how, (bool, str)) else how
+    every, name = 1 if isinstance(how, (bool, str)) else how, checkpointing_name(model)
+    if not getattr(model, "supports_gradient_checkpointing", True):
+        setattr(model, f"{name}_enable", partial(_refuse, type(model).__name__))
+        return model
     if how != SELECTIVE and every < 2:
         return model
-    name = checkpointing_name(model)
     plain: Any = getattr(model, f"{name}_enable")
 
     def enable(
@@ -100,6 +102,10 @@ def choose_checkpointing(model: nn.Module, how: bool | int | str) -> nn.Module:
 
     setattr(model, f"{name}_enable", enable)  # a function of this one object
     return model
+
+
+def _refuse(kind: str, *args: Any, **options: Any) -> None:
+    raise ConfigError(f"--gradient-checkpointing: a {kind} cannot compute its activations again. Leave it out.")
 
 
 class Held:
