@@ -10,6 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from shardproof.errors import ConfigError
+from shardproof.train.model.made_anew import check_kept, note_made_anew
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "slam_omni"
 LOST = "model.layers.1.mlp.up_proj.weight"
@@ -77,6 +81,18 @@ def test_a_model_that_lacks_one_is_not_asked_or_exported_without_a_word(runs, br
 def test_adapters_on_it_are_refused(runs) -> None:
     """They were saved alone, and were put on other weights by whoever loaded them: another model, without a word."""
     check_refused(runs["lora"], "up_proj")
+
+
+def test_a_new_one_that_is_made_alike_everywhere_is_no_loss() -> None:
+    """A plugin's scale of ones; one that is drawn is other numbers wherever adapters are put on it."""
+    model = torch.nn.Module()
+    model.scale, model.drawn = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.randn(4))
+    note_made_anew(model, ["scale"])
+    check_kept(model, [])
+    note_made_anew(model, ["drawn", "scale"])
+    with pytest.raises(ConfigError, match=r"1 weight.*\(drawn\)") as refused:
+        check_kept(model, [])
+    assert "put each of the model's own into a module" in str(refused.value)
 
 
 def check_refused(run, module: str) -> None:

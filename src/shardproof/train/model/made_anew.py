@@ -75,17 +75,31 @@ def tell_made_anew(model: Any, source: str, trained: bool = True, but: Iterable[
 
 def check_kept(model: Any, modules_to_save: Iterable[str]) -> None:
     """Raise ConfigError where adapters would be trained beside weights that nobody has afterwards: they lie in no file,
-    and only adapters are saved."""
+    are other ones whenever they are made, and only adapters are saved."""
     whole = tuple(f".{name}" for name in modules_to_save)
-    lost = [name for name in made_anew(model) if not any(_within(name, one) for one in whole)]
-    if lost:
-        modules = dict.fromkeys(name.rpartition(".")[0] or name for name in lost)
+    new = [name for name in made_anew(model) if not any(_within(name, one) for one in whole)]
+    if lost := [name for name in new if not _is_constant(model.get_parameter(name))]:
+        modules = list(dict.fromkeys(name.rpartition(".")[0] for name in lost))
+        way = f"--modules-to-save {' '.join(modules)}"
+        if "" in modules:  # PEFT saves no parameter of the model itself
+            way = "put each of the model's own into a module, and name that in --modules-to-save"
         raise ConfigError(
             f"--tuner lora: {len(lost)} weight(s) are not in the model's files and begin at random ({_some(lost)})."
             " Only adapters are saved, and elsewhere they would be put on other weights.\n"
-            f"If they are new to the model, train and save them whole: --modules-to-save {' '.join(modules)}. If not,"
-            " name the folder of the whole model."
+            f"If they are new to the model, train and save them whole: {way}. If not, name the folder of the whole"
+            " model."
         )
+
+
+def _is_constant(parameter: Any) -> bool:
+    """Whether it is a vector of one number, as scales and biases begin: such a one is made again as it was."""
+    from shardproof.zero.build import READER
+
+    read = parameter.__dict__.get(READER)
+    if parameter.ndim > 1 or (read is None and parameter.is_meta):
+        return False
+    values = parameter.detach() if read is None else read(0, parameter.numel())
+    return bool((values == values[:1]).all())
 
 
 def _within(name: str, module: str) -> bool:
