@@ -37,7 +37,7 @@ _SIZES = """
 SIZES = {name: int(size) for size, *names in map(str.split, _SIZES.split("\n")[1:-1]) for name in names}
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LISTS = ("layer_types", "mlp_layer_types", "layers_block_type")  # of each layer its kind: one after the other
-LEFT = ("model_type", "transformers_version", "architectures", "id2label", "label2id", "dtype", "per_layer_config")
+DROPPED = ("model_type", "transformers_version", "architectures", "id2label", "label2id", "dtype", "per_layer_config")
 
 _MAMBAS = dict.fromkeys(("layers_block_type", "layer_types", "mlp_layer_types"))
 _HYBRID = {"layers_block_type": ["mamba", "hybrid"] * 2, "attention_head_dim": 16}
@@ -102,7 +102,7 @@ def _smaller(config: dict[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for name, value in config.items():
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if name in LEFT:
+        if name in DROPPED:
             continue
         if isinstance(value, dict):
             value = _smaller(value)

@@ -162,10 +162,10 @@ def _refused(model: Any) -> set[str]:
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 
-    refused = set()
+    config, refused = LoraConfig(), set()
     for word in {name.rpartition(".")[2] for name, _ in model.named_modules()}:
         try:
-            _check_lora_target_modules_mamba(LoraConfig(), model, word)
+            _check_lora_target_modules_mamba(config, model, word)
         except ValueError:
             refused.add(word)
     return refused

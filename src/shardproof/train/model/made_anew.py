@@ -78,7 +78,8 @@ def check_kept(model: Any, modules_to_save: Iterable[str]) -> None:
     are other ones whenever they are made, and only adapters are saved."""
     whole = tuple(f".{name}" for name in modules_to_save)
     new = [name for name in made_anew(model) if not any(_within(name, one) for one in whole)]
-    if lost := [name for name in new if not _is_constant(model.get_parameter(name))]:
+    parameters = dict(model.named_parameters())
+    if lost := [name for name in new if not _is_constant(parameters.get(name))]:
         modules = list(dict.fromkeys(name.rpartition(".")[0] for name in lost))
         way = f"--modules-to-save {' '.join(modules)}"
         if "" in modules:  # PEFT saves no parameter of the model itself
@@ -92,14 +93,17 @@ def check_kept(model: Any, modules_to_save: Iterable[str]) -> None:
 
 
 def _is_constant(parameter: Any) -> bool:
-    """Whether it is a vector of one number, as scales and biases begin: such a one is made again as it was."""
+    """Whether it is a vector of one number, as scales and biases begin: such a one is made again as it was. None is
+    what is no parameter."""
     from shardproof.zero.build import READER
 
+    if parameter is None or parameter.ndim != 1 or parameter.numel() < 2:  # one value alone may have been drawn
+        return False
     read = parameter.__dict__.get(READER)
-    if parameter.ndim > 1 or (read is None and parameter.is_meta):
+    if read is None and parameter.is_meta:
         return False
     values = parameter.detach() if read is None else read(0, parameter.numel())
-    return bool((values == values[:1]).all())
+    return bool((values == values[0]).all())
 
 
 def _within(name: str, module: str) -> bool:
