@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardproof.data.forms.converted import converted
-from shardproof.data.forms.formats import SUPERVISED, Problem, normalise, raw_or_supervised
+from shardproof.data.forms.formats import SFT, SUPERVISED, Problem, normalise, raw_or_supervised
 from shardproof.data.forms.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import read_rows
 from shardproof.data.sources.readings import open_stream
@@ -535,6 +535,17 @@ def test_a_renamed_field_goes_before_what_else_is_in_the_row(write):
     row = {"question": "2 + 2?", "answer": "4", "query": "SELECT 1", "messages": "three", "prompt": "p"}
     rows = read_rows([write("a.jsonl", [row])], columns={"query": "question", "response": "answer"})
     assert rows[0].messages == [QUESTION, ANSWER]
+
+
+@pytest.mark.parametrize("field, form", [("query", SUPERVISED), ("prompt", SFT), ("query", PROMPTS)])
+def test_what_an_instruction_is_given_is_not_dropped_by_a_name(write, field, form) -> None:
+    row = {"instruction": "Translate", "input": "Haus", "output": "house"}
+    columns = {field: "instruction", {"query": "response", "prompt": "completion"}[field]: "output"}
+    with pytest.raises(DataError, match=f"'input' is filled .* with --columns {field}=instruction the model would not"):
+        read_rows([write("a.jsonl", [row])], columns=columns, form=form)
+    assert read_rows([write("b.jsonl", [{**row, "input": " "}])], columns=columns, form=form)
+    (whole,) = read_rows([write("c.jsonl", [row])])
+    assert whole.messages[0]["content"] == "Translate\n\nHaus"
 
 
 def test_a_file_that_has_the_fields_themselves_needs_no_columns(write):

@@ -402,6 +402,8 @@ def test_rlhf_takes_no_changed_model_with_them(runs, tmp_path: Path) -> None:
     said = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()) | {"new_special_tokens": ["<|x|>"]}
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(said))
     assert parsed("--adapters", str(tmp_path / "run")).new_special_tokens == ["<|x|>"]
+    (named := tmp_path / "tokens.txt").write_text("<|x|>\n")
+    assert parsed("--adapters", str(tmp_path / "run"), "--new-special-tokens", str(named))
     with pytest.raises(ConfigError, match=r"their run has changed its model \(--new-special-tokens\)"):
         parsed("--adapters", str(tmp_path / "run"), kind=RlhfConfig)
     with pytest.raises(ConfigError, match="were trained with another --new-special-tokens"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from shardproof.errors import ConfigError
 from shardproof.train.model.changes import check_rope, grow, stretch, tokens_of
@@ -107,6 +108,11 @@ def test_losses_are_those_of_one_process(runs) -> None:
     assert runs["one"].code == runs["two"].code == 0, runs["one"].output + runs["two"].output
     for name in ("loss", "tokens"):
         assert runs["two"].series(name) == pytest.approx(runs["one"].series(name), abs=1e-5)
+
+
+def test_a_file_of_them_is_not_needed_to_repeat_the_run(runs) -> None:
+    said = yaml.safe_load((runs["two"].folder / "config.yaml").read_text())
+    assert said["new_special_tokens"] == TOKENS
 
 
 @pytest.mark.parametrize("folder", ["two/model", "merged"])

@@ -43,6 +43,7 @@ from shardproof.train.adapters.begun import other_bases
 from shardproof.train.checks.contradictions import check_bits, check_evaluation, check_together
 from shardproof.train.checks.named import check_model, check_named
 from shardproof.train.folder import BASE, RunFolder, tell_other_weights
+from shardproof.train.model.changes import tokens_of
 from shardproof.train.model.compiled import check_compiler
 from shardproof.train.model.loading import (
     TINY,
@@ -216,6 +217,8 @@ def prepare(
         ConfigError, DataError: everything a user can put right, found before any process is started.
     """
     check_attention(config)
+    if names := getattr(config, "new_special_tokens", []):  # written out: so they stand in config.yaml
+        config = config.model_copy(update={"new_special_tokens": tokens_of(names)})
     begin = starts(config)
     for problem in passed_over(config):
         log.warning("%s It is passed over.", problem)

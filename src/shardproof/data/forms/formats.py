@@ -78,6 +78,7 @@ def opened(record: Any, columns: Mapping[str, str] | None) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise Problem(f"the row is {kind_of(record)}, not an object with fields")
     if columns:
+        _check_given(record, columns)
         record = renamed(record, columns)
     if not record:
         raise Problem("the row is empty")
@@ -88,6 +89,17 @@ def renamed(record: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any
     taken = set(columns.values())
     rest = {key: value for key, value in record.items() if key not in taken}
     return rest | {field: record[column] for field, column in columns.items() if column in record}
+
+
+def _check_given(record: Mapping[str, Any], columns: Mapping[str, str]) -> None:
+    """Raise Problem where `columns` names Alpaca's instruction as something else, and drops what it is given."""
+    field = next((field for field, column in columns.items() if column == "instruction" != field), None)
+    given = record.get("input")
+    if field is not None and isinstance(given, str) and given.strip() and "input" not in columns.values():
+        raise Problem(
+            f"'input' is filled beside 'instruction', and with --columns {field}=instruction the model would not see"
+            " it: without --columns for 'instruction' and 'output', both are the question"
+        )
 
 
 def _elsewhere(record: Mapping[str, Any], key: str) -> bool:

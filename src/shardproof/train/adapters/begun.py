@@ -17,7 +17,7 @@ from shardproof.models.loading.weight_files import weight_map
 from shardproof.models.loading.whole_files import OF_ADAPTERS, check_whole_files
 from shardproof.train.adapters.targets import ALL
 from shardproof.train.folder import ADAPTER, MODEL, base_of, other_weights
-from shardproof.train.model.changes import CHANGES, changed_by, read_whole
+from shardproof.train.model.changes import CHANGES, TOKENS, changed_by, read_whole, tokens_of
 from shardproof.train.model.loading import BESIDE, LORA, NEVER_MERGED, check_base, first_line, said_of
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.option import flag
@@ -193,7 +193,8 @@ def _changes(config: RunConfig, folder: Path) -> dict[str, Any]:
             f" Merge them first: {exported(config.adapters)}."
         )
     for name, value in found.items():
-        if name in config.model_fields_set and getattr(config, name) != value:
+        given = getattr(config, name)
+        if name in config.model_fields_set and (tokens_of(given) if name == TOKENS else given) != value:
             raise ConfigError(f"--adapters {config.adapters} were trained with another {flag(name)}. Leave it out.")
     return found
 

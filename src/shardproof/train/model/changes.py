@@ -10,7 +10,7 @@ from typing import Any
 from shardproof.errors import ConfigError
 
 ROPES = ("linear", "dynamic", "yarn")  # kinds that a factor is all there is to say of
-CHANGES = ("new_special_tokens", "rope_scaling", "max_model_len")
+CHANGES = (TOKENS := "new_special_tokens", "rope_scaling", "max_model_len")
 
 
 # --- tokens ------------------------------------------------------------------------------------------
