@@ -92,6 +92,34 @@ def test_a_barrier_before_a_collective_of_ones_own(run2, memory):
     assert first[0] != first[1]
 
 
+def one_evaluates_then_all(stage: int, passes: int) -> list[float]:
+    """Behind a barrier all ranks do the same, and come to collectives of their own without another one."""
+    model = shardproof.shard(tiny("Qwen3"), stage)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids, found = torch.arange(8).view(1, 8), []
+    for _ in range(3):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for _ in range(passes if dist.get_rank() == 0 else 0):
+                model(input_ids=ids)
+            shardproof.barrier(model)
+            for _ in range(2):
+                found.append(float(model(input_ids=ids, labels=ids).loss))
+                dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
+)
+def test_behind_a_barrier_ranks_need_the_same(run2, stage, passes):
+    first, second = run2(one_evaluates_then_all, stage, passes)
+    assert first == second == sorted(first, reverse=True)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("memory", AMOUNTS)
 def test_one_of_four_generates_nothing(run4, memory):

@@ -285,9 +285,12 @@ def barrier(model: nn.Module) -> None:
     """Wait until every rank is here, and meanwhile lend this rank's shards to those who still compute.
 
     A collective of one's own (`torch.distributed.all_gather` of what was generated) blocks a rank that others may still
-    need, at stage 3: where ranks differ in what they compute, call this first. Call it on all ranks.
+    need, at stages 1 to 3: where ranks differ in what they compute, call this first. Call it on all ranks. Behind it
+    ranks that do the same need the same of each other.
     """
-    engine_of(model).meet(BARRIER)
+    engine = engine_of(model)
+    engine.meet(BARRIER)
+    engine.streams.level()
 
 
 @contextmanager

@@ -126,6 +126,7 @@ class Streams:
         posted: how many operations and meetings this rank has come to.
         words: how many words it has sent; `rounds_apart` how many rounds found ranks that differ.
         paid: how many planned operations it carried out only because others rely on them.
+        parted: whether ranks may have computed different things since the last `level`.
         seconds: time spent waiting for words.
         watchdog: notices ranks that never come; None where there is one rank.
     """
@@ -140,7 +141,7 @@ class Streams:
         self.plan = Plan()
         self.sizes: dict[int, tuple[Collectives, Size]] = {}
         self.posted = self.words = self.rounds_apart = self.paid = 0
-        self.seconds = 0.0
+        self.seconds, self.parted = 0.0, False
         self.watchdog = Watchdog(comm, self._what_and_where) if comm.real else None
 
     @staticmethod
@@ -236,11 +237,11 @@ class Streams:
         if self.comm.tree is None:
             heads = [self._head(rank) for rank in self.ranks]
         elif self._unanimous():
-            self._carry_out(self.mine.popleft())
-            return
+            heads = [self.mine[0]] * len(self.ranks)
         else:
             heads = self._heads_by_tree()
         chosen = min(heads)
+        self.parted |= len(set(heads)) > 1 or (chosen >= _MEETING and chosen % 2 == 1)  # off the plan
         if chosen >= _MEETING and any(head != chosen for head in heads):  # has anybody left the plan?
             leavers = [rank for rank, head in enumerate(heads) if head & 1]
             heads = [head & ~1 for head in heads]
@@ -258,6 +259,12 @@ class Streams:
         self._carry_out(chosen, mine)
         if lends:
             self._lend_meeting(chosen, mine)
+
+    def level(self) -> None:
+        """Behind a meeting: where one rank may hold what another has only lent, all of them hold nothing."""
+        for engine in list(self.engines.values()) if self.parted else ():
+            engine.hold_nothing()
+        self.parted = False
 
     def _carry_out(self, chosen: int, mine: bool = True) -> None:
         """What a round has chosen, for this rank or for others."""

@@ -72,6 +72,10 @@ class TakesTurns:
         """The name of the innermost unit whose forward or recomputation is under way, or nothing."""
         raise NotImplementedError
 
+    def hold_nothing(self) -> None:
+        """Drop what is gathered."""
+        raise NotImplementedError
+
     def unseen(self) -> AbstractContextManager[Any]:
         """Inside, modes of the user's code that count operations (selective checkpointing) do not see ours."""
         return _disable_current_modes()

@@ -314,6 +314,13 @@ class Engine(MakesRoom):
             if unit.depth == 0:
                 self.release(unit, entirely=True)
 
+    def hold_nothing(self) -> None:
+        """On all ranks alike, where they have gathered different things: each needs the same from here on."""
+        if self.sharded and not in_backward():
+            with torch.inference_mode(False), torch.no_grad(), self.unseen():
+                self.leave_inference()
+                self.release_all()
+
     def flat_of_storage(self, tensor: torch.Tensor) -> Flat | None:
         """The flat whose gathered buffer `tensor` lies in."""
         if tensor.layout is not torch.strided or tensor._is_zerotensor():  # the tangent of a constant
