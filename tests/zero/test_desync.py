@@ -24,6 +24,14 @@ def meets_its_end(step):
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "raise":
         raise ValueError("a bad batch")
+    if what == "raise, and look at gradients on the way out":  # as a launcher's clean-up does
+        try:
+            raise ValueError("a bad batch")
+        except ValueError:
+            model.float().zero_grad()
+            model(torch.randn(2, 16)).square().mean().backward()
+            print(next(model.parameters()).grad.norm())
+            raise
     if what == "barrier":
         dist.barrier()
     if what == "broadcast of a parameter":
@@ -141,6 +149,15 @@ def test_an_exception_on_one_rank_is_shown_there_and_named_elsewhere(tmp_path):
         assert "Traceback" not in other
         if message in other:
             assert re.search(r"Rank [02] waited for .* at .*train.py:\d+", other)
+
+
+@pytest.mark.slow
+def test_an_exception_is_shown_where_another_follows_from_what_it_left(tmp_path):
+    _, errors, seconds = run("raise, and look at gradients on the way out", tmp_path, patience=3.0)
+    assert seconds < 20
+    assert "ValueError: a bad batch" in errors[1]
+    assert "Traceback" not in errors[0] + errors[2]
+    assert messages(errors) == ["shardproof: The ranks are not doing the same thing:"]
 
 
 @pytest.mark.slow

@@ -76,6 +76,13 @@ class Said(NamedTuple):
     times: int
 
 
+def _before(error: BaseException | None) -> BaseException | None:
+    """The exception that was handled when ranks fell apart: only this rank had it, and so only this rank shows it."""
+    while error is not None and (isinstance(error, DesyncError) or is_closed_connection(error)):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 class Watchdog:
     """Watches one process group from one rank.
 
@@ -191,6 +198,8 @@ class Watchdog:
             return
         known = self._get("verdict").decode()
         if isinstance(error, DesyncError):
+            if (own := _before(error)) is not None:
+                self._previous_hook(type(own), own, own.__traceback__)
             if self._judge_teller() == self.comm.rank:
                 print(f"shardproof: {error}", file=sys.stderr, flush=True)
             return
