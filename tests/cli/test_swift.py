@@ -669,6 +669,39 @@ def test_a_file_of_options_as_swift_gives_it(tmp_path, capfd):
         sft.parse([str(file), "--config", str(file)])
 
 
+@pytest.mark.parametrize(
+    "lines, on_a_line",
+    [
+        ("freeze_vit: true\nfreeze_aligner: true", "--freeze_vit true --freeze_aligner true"),
+        ("vit_lr: 1e-5\naligner_lr: 2e-5", "--vit_lr 1e-5 --aligner_lr 2e-5"),
+        ("max_steps: -1", "--max_steps -1"),
+        ("label_names: [labels]", "--label_names labels"),
+        ("rope_scaling: yarn\nmax_model_len: 9999", "--rope_scaling yarn --max_model_len 9999"),
+        ("rope_scaling: {type: yarn, factor: 2}", "--rope-scaling type=yarn factor=2"),
+        ('columns: \'{"question": "query"}\'', '--columns {"question":"query"}'),
+        ("loss_type: infonce\ntask_type: embedding", "--loss_type infonce --task_type embedding"),
+    ],
+)
+def test_a_file_means_what_the_command_line_does(tmp_path, lines: str, on_a_line: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: m\ndataset: d\n{lines}\n")
+    assert sft.parse([str(file)])[0] == sft.parse(["--model", "m", "--dataset", "d", *on_a_line.split()])[0]
+
+
+def test_a_file_may_say_several_arguments_of_trl_and_is_refused_as_a_command_is(tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\ndataset: d\nrlhf_type: grpo\ntop_entropy_quantile: 0.2\ntau_pos: 1.5\ntop_k: -1\n")
+    config, _ = training.parse(RlhfConfig, "", [str(file)])
+    assert config.trl_arguments == {"top_entropy_quantile": 0.2, "sapo_temperature_pos": 1.5}
+    assert config.top_k == 0
+    file.write_text("freeze_vit: true\nfreeze: [llm]\n")
+    with pytest.raises(ConfigError, match=r"run.yaml:2: freeze stands here for the second time"):
+        sft.parse([str(file)])
+    file.write_text("optimizer: lorap\n")
+    with pytest.raises(ConfigError, match=r"run.yaml:1: --optimizer lorap: .*--lorap-lr-ratio 16"):
+        sft.parse([str(file)])
+
+
 def test_a_system_message_in_a_file(tmp_path):
     file = tmp_path / "pirate.txt"
     with pytest.raises(ConfigError, match=r"pirate.txt ends in .txt and is read as a file, .* No such file"):

@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 from shardproof.cli import elsewhere
 from shardproof.cli.from_swift import options as swift_options
 from shardproof.cli.from_swift import places as swift_places
+from shardproof.cli.from_swift.values import ADDED
 from shardproof.data.forms.halves import printable
 from shardproof.data.sources.records import KINDS
 from shardproof.errors import ConfigError
@@ -230,42 +231,48 @@ def read_file(path: str, model: type[BaseModel]) -> dict[str, Any]:
 
     values: dict[str, Any] = {}
     empty: set[str] = set()
+    theirs: dict[str, list[str]] = {}  # our options that those of ms-swift say, as texts
     for line, key, raw, value in entries(path):
         name, where = key.replace("-", "_"), f"{path}:{line}: "
-        if value is None and name not in model.model_fields and swift_options.is_known(name, model.model_fields):
-            continue
-        if name not in model.model_fields:
-            for ours, meant in _of_swift(name, value, model, where):
-                if ours in values:
-                    raise ConfigError(f"{where}{key} is {ours}, which stands here already.")
-                values[ours] = meant
-            continue
-        if name in values or name in empty:
+        if name in values or name in empty or (name in theirs and name in model.model_fields):
             raise ConfigError(f"{where}{key} stands here for the second time.")
+        found = _of_swift(name, value, model, where)
+        if found is not None:
+            for ours, meant in found:
+                if ours in values or (ours in theirs and ours not in ADDED):
+                    raise ConfigError(f"{where}{key} is {ours}, which stands here already.")
+                theirs[ours] = theirs.get(ours, []) + meant
+            continue
         field = model.model_fields[name]
         if value is None and not _takes_none(field) and field.default != "":
             empty.add(name)
             continue
         shown = "is empty" if value is None else f"is {raw}"
         values[name] = _checked(model, name, _from_text(field, value), f"{where}{key} {shown}", strict=True)
-    return values
+    return values | {name: texts[0] if len(texts) == 1 else texts for name, texts in theirs.items()}
 
 
-def _of_swift(name: str, value: Any, model: type[BaseModel], where: str) -> list[tuple[str, Any]]:
-    """Our options for one of ms-swift's in a file, as the command line gives them: as texts."""
+def _of_swift(name: str, value: Any, model: type[BaseModel], where: str) -> swift_options.Ours | None:
+    """Our options for one of a file, and their values as the command line gives them, where ms-swift calls them or its
+    values otherwise; None for what is ours as it stands."""
+    known = model.model_fields
+    if name in known and (value is None or isinstance(value, dict)):
+        return None
+    if value is None and swift_options.is_known(name, known):
+        return []
     texts = [json.dumps(value)] if isinstance(value, dict) else value if isinstance(value, list) else [value]
     given = [str(text).lower() if isinstance(text, bool) or text is None else str(text) for text in texts]
     notes: list[str] = []
     try:
-        found = swift_options.ours(name, given, model.model_fields, notes)
+        found = swift_options.ours(name, given, known, notes)
     except ConfigError as error:
         raise ConfigError(f"{where}{error}") from None
-    _say_without_effect([f"{name} ({found})"] if isinstance(found, str) else notes)
+    if name in known and found in (None, [(name, given)]):
+        return None
     if found is None:
-        raise ConfigError(f"{where}there is no option {name!r}.{meant(name, model.model_fields)}")
-    return (
-        [] if isinstance(found, str) else [(option, meant[0] if len(meant) == 1 else meant) for option, meant in found]
-    )
+        raise ConfigError(f"{where}there is no option {name!r}.{meant(name, known)}")
+    _say_without_effect([f"{name} ({found})"] if isinstance(found, str) else notes)
+    return [] if isinstance(found, str) else found
 
 
 def build(model: type[Config], values: dict[str, Any]) -> Config:
@@ -324,9 +331,6 @@ def _from_text(field: FieldInfo, value: Any) -> Any:
         return [value]
     if kind is dict and isinstance(value, (str, list)):
         return _pairs([value] if isinstance(value, str) else [str(part) for part in value])
-    if kind is dict and isinstance(value, dict) and typing.get_args(_plain(field.annotation))[1] is str:
-        # A file may say `enable_thinking: false` of what is text on a command line.
-        return {name: json.dumps(part) if isinstance(part, bool) else part for name, part in value.items()}
     if isinstance(value, str) and value.lower() == "none" and _takes_none(field):
         return None
     return value

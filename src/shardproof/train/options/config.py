@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 from shardproof.data.sources.mixture import Stopping
 from shardproof.train.options.batch import DEFAULT_MICRO_BATCH, Batch, batch_of
 from shardproof.train.options.model_options import ModelOptions
-from shardproof.train.options.option import SAVE_STEPS, Finite, ProblemType, Scheduler, Strategy, Task, option
+from shardproof.train.options.option import SAVE_STEPS, Finite, ProblemType, Scheduler, Strategy, Task, Texts, option
 
 SELECTIVE = "selective"
 EIGHT_BITS, MUON, ADAFACTOR = "adamw_8bit", "muon", "adafactor"
@@ -58,7 +58,7 @@ class RunConfig(ModelOptions):
     chat_template: str | None = option(
         "Data", None, "'chatml', a file with a Jinja template, or the template itself (default: the tokenizer's)"
     )
-    template_variables: dict[str, str] = option(
+    template_variables: Texts = option(
         "Data", {}, "variables of the chat template, in training and in the saved model: enable_thinking=false"
     )
 
@@ -295,7 +295,7 @@ class SftConfig(RunConfig):
     new_special_tokens: list[str] = option(
         "Model", [], "tokens to add to the model's vocabulary, or a .txt file with one a line"
     )
-    rope_scaling: dict[str, str] = option(
+    rope_scaling: Texts = option(
         "Model", {}, "scale rotary positions (RoPE) for longer inputs: type=yarn,factor=2 (or linear, dynamic)"
     )
     max_model_len: int | None = option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -40,6 +41,16 @@ def _at_commas(value: Any) -> Any:
 
 
 Names = Annotated[list[str], BeforeValidator(_at_commas)]
+
+
+def _as_texts(pairs: Any) -> Any:
+    """A file may say `factor: 2` or `enable_thinking: false` of what is text on a command line."""
+    if not isinstance(pairs, dict):
+        return pairs
+    return {name: json.dumps(value) if isinstance(value, (int, float)) else value for name, value in pairs.items()}
+
+
+Texts = Annotated[dict[str, str], BeforeValidator(_as_texts)]
 REPORTS = ("none", "tensorboard", "wandb")  # where records go besides metrics.jsonl
 BEGINNINGS = "gaussian, orthogonal, pissa, pissa_niter_N, olora"
 
