@@ -271,6 +271,10 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--use_galore true", "--use-galore true: an option of ms-swift without equivalent here"),
         ("--agent_template hermes", "or by the one of --chat-template"),
         ("--train_dataloader_shuffle false", "equivalent here; rows are shuffled in each epoch, always"),
+        (
+            "--train_sampling_strategy sequential",
+            "there is random and group_by_length: rows are shuffled",
+        ),
         ("--norm_bbox none", "equivalent here; boxes are written in thousandths or in pixels"),
         ("--loss_scale hermes", "--loss-scale hermes: an option of ms-swift without equivalent here"),
     ],
@@ -452,6 +456,17 @@ def test_a_command_of_rlhf():
     assert (config.rlhf_type, config.stage, config.learning_rate) == ("dpo", 3, 5e-7)
 
 
+@pytest.mark.parametrize(
+    ("given", "micro"), [("", None), ("--per_device_train_batch_size 1", "2"), ("--per_device_train_batch_size 4", "4")]
+)
+def test_rows_a_step_of_a_deepspeed_file_are_those_of_kto(given, micro):
+    line = "swift rlhf --rlhf_type kto --model m --dataset d --deepspeed '{\"train_batch_size\": 16}'"
+    command, _, missing = swift.translate(f"{line} {given}")
+    found = options(command)
+    assert (missing, found["--global-batch-size"], found.get("--per-device-batch-size")) == ([], "16", micro)
+    assert "--gradient-accumulation-steps" not in found
+
+
 def test_what_is_printed_of_rlhf_is_taken():
     """KTO wants two rows in a micro-batch, and an algorithm refuses what means nothing to it."""
     said = "swift rlhf --rlhf_type {} --model m --dataset d --per_device_train_batch_size 1"
@@ -556,6 +571,24 @@ def test_a_script_around_the_command():
     assert "--lora-rank" not in found
     assert any("nohup" in note for note in notes)
     assert any("--lora-rank 8 is left out" in note for note in notes)
+
+
+def test_a_value_without_quotes_is_as_many_words_as_it_has():
+    script = """DATA="a.jsonl b.jsonl"; NONE=
+ARGS="--learning_rate 1e-5
+  --num_train_epochs 2 $NONE"
+SAID="two words"
+COPY=$SAID
+swift sft --model m --dataset $DATA $NONE --val_dataset v/$DATA $ARGS --system "$COPY"
+"""
+    command, _, missing = swift.translate(script)
+    assert missing == []
+    found = options(command)
+    assert (found["--dataset"], found["--val-dataset"]) == ("a.jsonl b.jsonl", "v/a.jsonl b.jsonl")
+    assert (found["--learning-rate"], found["--epochs"], found["--system"]) == ("1e-5", "2", "'two words'")
+    for unknown in ("$X", "${X}", "${1:-x}", "${M:-x y}"):
+        with pytest.raises(ConfigError, match=rf"the text does not say what {re.escape(unknown[:4])}"):
+            swift.translate(f"swift sft --model m --dataset {unknown}")
 
 
 @pytest.mark.parametrize(

@@ -299,13 +299,10 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
     if "gradient_accumulation_steps" not in values and "global_batch_size" not in values:
         at_once = int(values["per_device_batch_size"][0]) * int(values.get("nproc", ["1"])[0]) * nodes
         values["gradient_accumulation_steps"] = ["1" if kind == "grpo" else str(max(1, -(-_WHOLE_BATCH // at_once)))]
-    if (
-        kind == "kto"
-        and values["per_device_batch_size"] == ["1"]
-        and not int(values["gradient_accumulation_steps"][0]) % 2
-    ):
+    several = values.get("gradient_accumulation_steps", [])
+    if kind == "kto" and values.get("per_device_batch_size") == ["1"] and not any(int(n) % 2 for n in several):
         values["per_device_batch_size"] = ["2"]
-        values["gradient_accumulation_steps"] = [str(int(values["gradient_accumulation_steps"][0]) // 2)]
+        several[:] = [str(int(n) // 2) for n in several]
         notes.append("a micro-batch of kto has two rows at least: there are two, and half as many micro-batches a step")
     if _holds_out(values) and "eval_steps" not in values:  # it evaluates when it saves
         often = values.pop("eval_strategy", values.get("save_strategy", ["steps"]))

@@ -23,6 +23,7 @@ _OTHERS = {
 _IN_FRONT = ("nohup", "env", "exec", "time", "then", "do", "else", "{", "(")  # of a command
 READ = ("sft", "rlhf", "infer", "export")
 _BLANK = "\x01"  # in a sum, which is one word
+_BARE = "\x02"  # the dollar of a variable that no quotes hold together
 _SEPARATOR = re.compile(r"\n|;|&&|\|\||\||&")
 
 
@@ -53,7 +54,7 @@ def read(text: str) -> list[Line]:
     variables: dict[str, str] = {}
     found: list[Line] = []
     for words in commands:
-        words, before = [_filled(word, variables) for word in words], dict(variables)
+        words, before = [filled for word in words for filled in _filled(word, variables)], dict(variables)
         starts = [i for i, word in enumerate(words[:-1]) if word == "swift" and words[i + 1] in (*READ, "pt")]
         for word in words[: starts[0]] if starts else words:
             name, is_assignment, value = word.partition("=")
@@ -100,6 +101,7 @@ def _commands(text: str) -> tuple[list[list[str]], bool]:
     parts = _SEPARATOR.split(bare)
     commands = []
     for part in parts:
+        part = re.sub(r"\$(?=[A-Za-z_]|\{[A-Za-z_]\w*\})", _BARE, part)
         whole = re.sub("\x00(\\d+)\x00", lambda match: quotes[int(match[1])], part)
         try:
             commands.append(shlex.split(whole))
@@ -108,12 +110,14 @@ def _commands(text: str) -> tuple[list[list[str]], bool]:
     return commands, bare != text or bool(re.search(r"[|&]", bare))
 
 
-def _filled(word: str, variables: dict[str, str]) -> str:
+def _filled(word: str, variables: dict[str, str]) -> list[str]:
     """A word with the values of the text's variables, and with its sums done; of others the text does not say what they
-    are."""
+    are. It is several words, or none, where a value without quotes is; not where it is assigned."""
+    assigned = re.match(r"[A-Za-z_]\w*=", word)
 
     def value(match: re.Match[str]) -> str:
-        return variables.get(match[1] or match[2], match[0])
+        found = variables.get(match[2] or match[3], f"${match[0][1:]}")
+        return found if assigned or match[1] != _BARE else re.sub(r"\s+", _BARE, found)
 
     def summed(match: re.Match[str]) -> str:
         text = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[1] or match[2] or match[3])
@@ -122,8 +126,9 @@ def _filled(word: str, variables: dict[str, str]) -> str:
         except (SyntaxError, ArithmeticError, ValueError):
             return match[0]
 
-    filled = re.sub(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", value, word).replace(_BLANK, " ")
-    return _SUM.sub(summed, filled)
+    filled = re.sub(rf"([{_BARE}$])(?:([A-Za-z_]\w*)|\{{([A-Za-z_]\w*)\}})", value, word).replace(_BLANK, " ")
+    words = _SUM.sub(summed, filled).split(_BARE)
+    return [each for each in words if each] if _BARE in word else words
 
 
 def _worth(node: ast.expr) -> int:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from shardproof.cli.from_swift.missing import missing
+from shardproof.cli.from_swift.missing import INSTEAD, missing
 from shardproof.data.forms.formats import FIELDS
 from shardproof.errors import ConfigError
 from shardproof.train.options.option import BEGINNINGS, REPORTS
@@ -45,7 +45,10 @@ def _checkpointing(values: list[str]) -> Ours:
 
 def _sampling(values: list[str]) -> Ours:
     """transformers 5 calls it so, and Swift hands it on."""
-    return [("group_by_length", ["yes"])] if values == ["group_by_length"] else []
+    if (name := " ".join(values)) not in ("random", "group_by_length"):
+        there = f"there is random and group_by_length: {INSTEAD['train_dataloader_shuffle']}"
+        raise missing(f"--train-sampling-strategy {name}", there)
+    return [("group_by_length", ["yes"])] if name == "group_by_length" else []
 
 
 # transformers' names of the optimizers that are here.
