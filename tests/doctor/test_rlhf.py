@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from doctor.test_doctor import CUT
+from shardproof.cli import sft
+from shardproof.cli.training import recipe_class
 from shardproof.cli.verify import RlhfVerifyConfig, taken_at_once
 from shardproof.doctor.checks import rlhf_checks
+from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
+from shardproof.errors import ConfigError
 from shardproof.train.options.rlhf_config import RlhfConfig
 from train.rlhf.conftest import files, models  # noqa: F401
 
@@ -179,3 +183,21 @@ def test_every_other_kind(argv, commands):
         assert done[name].code == 0, done[name].output
         assert "equal to" in done[name].output
     assert failures(done["large"]) == ["trial: loss"]
+
+
+def test_a_run_of_rlhf_is_known_by_its_file_wherever_that_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("run.yaml", "run.conf", "old/config.yaml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("model: m\ndataset: d\nrlhf_type: dpo\n")
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+
+    def kind(*words: str) -> type:
+        return recipe_class(words, DoctorConfig, RlhfDoctorConfig)
+
+    for words in (["run.yaml"], ["--stage", "2", "run.yaml"], ["run.conf", "--stage", "2"], ["--config=run.conf"]):
+        assert kind(*words) is RlhfDoctorConfig, words
+    assert kind("--resume", "old") is kind("--resume", "auto", "--output-dir", "old") is RlhfDoctorConfig
+    assert kind("--resume", "old", "--model", "m") is kind("rows.jsonl") is kind("none.yaml") is DoctorConfig
+    with pytest.raises(ConfigError, match=r"run.yaml:3: rlhf_type is an option of 'shardproof rlhf'"):
+        sft.parse(["run.yaml"])

@@ -269,6 +269,8 @@ def _of_swift(name: str, value: Any, model: type[BaseModel], where: str) -> swif
         raise ConfigError(f"{where}{error}") from None
     if name in known and found in (None, [(name, given)]):
         return None
+    if found is None and name in (others := of_others(model)):
+        raise ConfigError(f"{where}{name} is an option of '{others[name]}'.")
     if found is None:
         raise ConfigError(f"{where}there is no option {name!r}.{meant(name, known)}")
     _say_without_effect([f"{name} ({found})"] if isinstance(found, str) else notes)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardproof.cli import options
-from shardproof.cli.from_swift.options import from_environment, other_meanings, set_in
+from shardproof.cli.from_swift.options import from_environment, other_meanings, set_in, split_options
 from shardproof.cli.from_swift.towers import of_towers
 from shardproof.cli.hub import placed
 from shardproof.cli.main import USER_ERROR, exit_code
@@ -93,18 +93,22 @@ def _of_resumed(values: dict[str, Any], model: type[RunConfig]) -> dict[str, Any
 
 
 def recipe_class(argv: Sequence[str], of_sft: type[Config], of_rlhf: type[Any]) -> type[Any]:
-    """Which options a command for runs of both recipes has: those of rlhf where --rlhf-type stands in the words, or in
-    the file that they name first or behind --config."""
-    words = options.hyphenated(argv)
-    named = [word for before, word in zip(["--config", *words], words, strict=False) if before == "--config"]
-    named += [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
-    given = [word.partition("=")[0] for word in words]
-    for path in named:
-        if path.endswith((".yaml", ".yml")) and Path(path).expanduser().is_file():
+    """Which options a command for runs of both recipes has: those of rlhf where --rlhf-type stands in the words, in the
+    file of options that they name, or in the run that --resume names."""
+    first: list[str] = []
+    given = dict(split_options(options.hyphenated(argv), first))
+    files = [word for words in (first, *given.values()) for word in words if word.endswith((".yaml", ".yml"))]
+    files += [*first[:1], *given.get("--config", [])]
+    if "--resume" in given and not {"--model", "--dataset"} & given.keys():
+        resumed = (" ".join(given.get(name, [])) for name in ("--resume", "--output-dir"))
+        files.append(str(options_of_resumed(*resumed) or ""))
+    names = {*given}
+    for path in files:
+        if Path(path).suffix.lower() not in options.OF_ROWS and Path(path).expanduser().is_file():
             from shardproof.cli.yaml_file import entries
 
-            given += [options.flag(key) for _, key, _, value in entries(path) if value is not None]
-    return of_rlhf if "--rlhf-type" in given else of_sft
+            names |= {options.flag(key) for _, key, _, value in entries(path) if value is not None}
+    return of_rlhf if "--rlhf-type" in names else of_sft
 
 
 def run(model: type[RunConfig], description: str, argv: Sequence[str]) -> int:
