@@ -128,6 +128,28 @@ def test_what_a_job_may_have_several_of_may_be_said_several_times(capsys):
     assert {"export A=1", "export B=2", "export C=3"} <= set(lines)
 
 
+def test_a_value_of_a_variable_may_have_commas(capsys):
+    lines = written(capsys, "slurm", "--env", "GPUS=0,1,2", "A=1,B=2,3").splitlines()
+    assert {"export GPUS=0,1,2", "export A=1", "export B=2,3"} <= set(lines)
+
+
+def test_a_file_of_options_says_what_the_job_says_or_nothing(tmp_path, capsys):
+    """The script gives --nproc itself, which wins over the file: eight processes became one."""
+    file = tmp_path / "run.yaml"
+    train = ["sft", str(file), "--model", "m", "--dataset", "d", "--output-dir", "o"]
+    for text, told in (
+        ("nproc: 8", "in front of the command: --nproc 8"),
+        ("nnodes: '4'", "--nnodes 4 of the command: the job tells each node which it is of how many (--nodes 2)"),
+        ("node_rank: 0", "--node-rank 0 of the command"),
+        ("master_addr: here", "--master-addr here of the command"),
+    ):
+        file.write_text(text + "\n")
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            run(["slurm", "--nodes", "2", "--", *train])
+    file.write_text("nproc: 8\nnnodes: '1:2'\nmax_restarts: 1\nsave_steps: 9\nnode_rank:\n")
+    assert "--nproc 8'" in written(capsys, "slurm", "--nodes", "2", "--nproc", "8", command=train)
+
+
 def test_what_there_is_one_of_is_said_once():
     with pytest.raises(ConfigError, match="--nodes stands there twice"):
         run(["slurm", "--nodes", "2", "--nodes=4", "--", *TRAIN])
@@ -219,7 +241,10 @@ def test_the_batch_script_trains(capsys, tmp_path, tiny, rows):  # noqa: F811
         (["slurm", "--", "infer"], "sft or rlhf, not 'infer'"),
         (["slurm", "--", *TRAIN, "--stagge", "3"], "--stage"),
         (["slurm", "--", *TRAIN, "--nproc", "8"], "give it to submit"),
+        (["slurm", "--", *TRAIN, "--nproc=8"], "give it to submit"),
         (["slurm", "--", *TRAIN[:-2]], "--output-dir is missing"),
+        (["slurm", "--", "sft", "--output-dir", "o"], "--model and --dataset are missing"),
+        (["slurm", "--", *TRAIN, "--lora-rank", "8"], "--lora-rank is about adapters"),
         (["slurm", "--nodes", "3", "--", *TRAIN, "--global-batch-size", "4"], "cannot be dealt out"),
         (["slurm", "--image", "x", "--", *TRAIN], "--image is not for slurm"),
         (["k8s", "--partition", "x", "--", *TRAIN], "--partition is not for k8s"),

@@ -343,12 +343,13 @@ def _takes_none(field: FieldInfo) -> bool:
 
 
 def _pairs(parts: list[str]) -> dict[str, str] | list[str]:
-    """`a=b,c=d` and `a=b c=d` are {a: b, c: d}; anything else stays as it is, and is refused.
+    """`a=b,c=d` and `a=b c=d` are {a: b, c: d}, `a=b,c` is {a: "b,c"}; anything else stays as it is, and is refused.
 
     Raises:
         ConfigError: one name has two values.
     """
-    pairs = [part.strip().partition("=") for text in parts for part in text.split(",") if part.strip()]
+    split = (part.strip(", ") for text in parts for part in re.split(r",(?=[^,=]*=)", text))
+    pairs = [part.partition("=") for part in split if part]
     values = {name: value for name, _, value in reversed(pairs)}
     for name, _, value in pairs:
         if value != values[name]:

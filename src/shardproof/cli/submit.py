@@ -91,7 +91,7 @@ def run(argv: Sequence[str]) -> int:
         print(text, end="")
         return 0
     try:
-        Path(config.output).write_text(text, encoding="utf-8")
+        Path(config.output).expanduser().write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output {config.output} cannot be written: {error.strerror}.") from error
     start = "sbatch" if target == "slurm" else "kubectl create -f"
@@ -108,13 +108,29 @@ def check_command(command: Sequence[str], config: SubmitConfig) -> int:
     if not command or command[0] not in COMMANDS:
         raise ConfigError(f"What runs on the nodes is {' or '.join(COMMANDS)}, not {(*command, 'nothing')[0]!r}.")
     from shardproof.cli.training import parse
+    from shardproof.train.checks.contradictions import check_together
+    from shardproof.train.checks.named import check_named
     from shardproof.train.options.config import SftConfig
     from shardproof.train.options.rlhf_config import RlhfConfig
 
-    if any(word.partition("=")[0] == "--nproc" for word in command):
-        raise ConfigError("--nproc says how many processes a node has: give it to submit, in front of the command.")
     module = importlib.import_module(f"shardproof.cli.{command[0]}")
-    read, _ = parse(SftConfig if command[0] == "sft" else RlhfConfig, str(module.__doc__), command[1:])
+    read, given = parse(SftConfig if command[0] == "sft" else RlhfConfig, str(module.__doc__), command[1:])
+    on_line = any(word.partition("=")[0] == "--nproc" for word in options.hyphenated(command))
+    if on_line or ("nproc" in given and read.nproc != config.nproc):
+        raise ConfigError(
+            "--nproc says how many processes a node has: give it to submit, in front of the command:"
+            f" --nproc {read.nproc}"
+        )
+    nodes = (read.nnodes or str(config.nodes)).rpartition(":")[2]
+    told = [name for name in ("node_rank", "master_addr", "master_port") if getattr(read, name) is not None]
+    for name in ["nnodes"] * (nodes != str(config.nodes)) + told:
+        raise ConfigError(
+            f"{options.flag(name)} {getattr(read, name)} of the command: the job tells each node which it is of how"
+            f" many (--nodes {config.nodes}), and where the others are. Leave it out."
+        )
+    if read.resume is None:
+        check_named(read)
+    check_together(read)
     read.batch(config.nodes * config.nproc)
     if read.output_dir is None:
         raise ConfigError("--output-dir is missing: all nodes write into one folder, on a file system that they share.")
