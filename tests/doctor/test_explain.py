@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -156,3 +157,21 @@ def test_a_pipe_that_is_closed_early_is_no_error():
     done = subprocess.run(argv, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_text_with_bytes_that_are_no_utf_8_is_read_all_the_same(monkeypatch, tmp_path):
+    """As logs have them, piped or in quotes, where Python is strict about what it reads and writes."""
+    text, strict = b"caf\xe9 RuntimeError: 'weight' must be 2-D\n", {"encoding": "utf-8", "errors": "strict"}
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "log").write_bytes(text)
+    for words in ([], [text.decode("utf-8", "surrogateescape")], ["--file=~/log"]):
+        out = io.TextIOWrapper(io.BytesIO(), **strict)
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text), **strict))
+        monkeypatch.setattr("sys.stdout", out)
+        assert main(["explain", *words]) == 0
+        assert b"means:" in out.buffer.getvalue()
+
+
+def test_one_text_is_explained_at_a_time(capsys, tmp_path):
+    assert main(["explain", "an error", "--file", "log"]) == 2
+    assert "--file log and TEXT are two texts" in capsys.readouterr().err

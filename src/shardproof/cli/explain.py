@@ -57,16 +57,18 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _text(words: Sequence[str], file: str | None) -> str:
+    if file and words:
+        raise ConfigError(f"--file {file} and TEXT are two texts. Give one of them.")
     if file:
         try:
-            return Path(file).read_text(encoding="utf-8", errors="replace")
+            return Path(file).expanduser().read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             raise ConfigError(f"--file {file} cannot be read: {error.strerror}.") from error
-    text = " ".join(words)
+    text = " ".join(words).encode("utf-8", "surrogateescape")  # what is no UTF-8 stands there as halves of characters
     if not text and not sys.stdin.isatty():
-        text = sys.stdin.read()
+        text = sys.stdin.buffer.read()
     if not text.strip():
         raise ConfigError(
             "There is no text. Paste it in quotes, pipe it, or name a file: shardproof explain --file LOG"
         )
-    return text
+    return text.decode("utf-8", "replace")
