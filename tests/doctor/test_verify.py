@@ -146,6 +146,21 @@ def test_noise_is_told_from_differences():
     assert bad.off == float("inf")
 
 
+@pytest.mark.parametrize("no_number", [float("nan"), float("inf")])
+def test_what_is_no_number_in_one_process_hides_no_difference(no_number):
+    weights, usual = {"a": torch.ones(2)}, Allowed.by(VerifyConfig(), 1)
+    alone, together = {"a": torch.tensor([no_number, 1.0])}, {"a": torch.tensor([5.0, 1.0])}
+    (found,) = differences(1, (together, weights), (alone, weights), usual, {})
+    assert (found.what, found.off) == ("gradient", float("inf"))
+    assert "in one of the two it is no finite number" in str(found)
+    (found,) = differences(1, ({"a": torch.tensor([no_number, 7.0])}, weights), (alone, weights), usual, {})
+    assert (found.off, found.largest) == (6.0, 1.0)
+    assert differences(1, (alone, weights), (alone, weights), usual, {}) == []
+    both = [d.what for d in drifts(1, (no_number, no_number), (1.0, 2.0), usual)]
+    assert both == ["loss", "norm of all gradients"]
+    assert drifts(1, (no_number, no_number), (no_number, no_number), usual) == []
+
+
 def test_a_parameter_without_elements_differs_in_nothing():
     nothing = {"a": torch.ones(2), "empty": torch.zeros(0, 4)}
     assert differences(1, (nothing, nothing), (nothing, nothing), Allowed(), {}) == []

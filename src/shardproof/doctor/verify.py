@@ -88,6 +88,8 @@ class Difference:
     def __str__(self) -> str:
         whole = "the largest" if self.what in ("gradient", "weight") else "it"
         share = f"{self.off / self.largest:.1e} of {whole}, {self.largest:.1e}" if self.largest else "where it is 0"
+        if math.isinf(self.off) and "(" not in self.what:
+            share = "in one of the two it is no finite number"
         of = f" of '{self.name}'" if self.name else ""
         return f"step {self.step}: the {self.what}{of} differs by {self.off:.1e} ({share})"
 
@@ -217,11 +219,15 @@ def judged(
 def drifts(step: int, alone: Any, together: Any, allowed: Allowed) -> list[Difference]:
     """Whether loss and norm of a step, in one process and in several, are off by more than `allowed`."""
     kinds = zip(("loss", "norm of all gradients"), alone, together, (allowed.loss, allowed.norm), strict=True)
-    return [
-        Difference(step, "", what, abs(b - a), abs(a))
-        for what, a, b, share in kinds
-        if a is not None and b is not None and math.isfinite(a) and not abs(b - a) <= share * abs(a)
-    ]
+    found = []
+    for what, a, b, share in kinds:
+        if a is None or b is None or not (math.isfinite(a) or math.isfinite(b)):
+            continue
+        both = math.isfinite(a) and math.isfinite(b)
+        off, of = (abs(b - a), abs(a)) if both else (math.inf, abs(a if math.isfinite(a) else b))
+        if off > share * of or not both:
+            found.append(Difference(step, "", what, off, of))
+    return found
 
 
 def dropping(model: nn.Module) -> list[str]:
@@ -256,7 +262,7 @@ def differences(
         steered: by name, which elements have had gradients in the steps before that were not. Kept up to date.
     """
     (gradients, weights), (old_gradients, old_weights) = mine, reference
-    most = max((float(g.abs().max()) for g in old_gradients.values() if g.numel()), default=0.0)
+    most = max(map(_largest, old_gradients.values()), default=0.0)
     found = []
     for name in {**old_weights, **weights}:
         if not old_weights[name].numel():
@@ -267,7 +273,7 @@ def differences(
             found.append(Difference(step, name, f"gradient (there is one {there})", math.inf, 0.0))
             continue
         if got is not None and known is not None:
-            off, largest = _off(got, known), float(known.abs().max())
+            off, largest = _off(got, known), _largest(known)
             if off > allowed.element * max(largest, allowed.floor * most):
                 found.append(Difference(step, name, "gradient", off, largest))
             elif allowed.scale is not None and largest >= allowed.noise * most > 0.0:
@@ -277,7 +283,7 @@ def differences(
                     found.append(Difference(step, name, "length of the gradient", abs(more) * length, length))
         seen = steered.get(name, torch.ones_like(weights[name], dtype=torch.bool))
         if known is not None:
-            sure = max(allowed.noise * most, allowed.steer * float(known.abs().max()))
+            sure = max(allowed.noise * most, allowed.steer * _largest(known))
             seen = steered[name] = seen & (known.abs() >= sure)
         got, known = weights[name][seen], old_weights[name][seen]
         if allowed.together is not None:
@@ -285,7 +291,7 @@ def differences(
             if off > allowed.together * norm:
                 found.append(Difference(step, name, "weight as a whole", off, norm))
             continue
-        off, largest = _off(got, known), float(old_weights[name].abs().max())
+        off, largest = _off(got, known), _largest(old_weights[name])
         if off > allowed.element * largest:
             found.append(Difference(step, name, "weight", off, largest))
     return found
@@ -299,6 +305,12 @@ def _longer(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
     times = float(a @ b) / square
     rest = a - times * b
     return times - 1.0, math.sqrt(float(rest @ rest) / square / len(b))
+
+
+def _largest(values: torch.Tensor) -> float:
+    """The largest of those that are finite: of others nothing is a share."""
+    finite = values[values.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _off(a: torch.Tensor, b: torch.Tensor) -> float:
