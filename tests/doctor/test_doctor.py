@@ -122,7 +122,7 @@ def test_a_full_disk_is_found(tmp_path):
     from shardproof.doctor.config import DoctorConfig
 
     config = DoctorConfig(output_dir=str(tmp_path / "runs" / "new"), save_steps=10, save_total_limit=2)
-    needed = bytes_to_write(config, 1_000_000, 1_000_000, steps=100)
+    needed = bytes_to_write(config, 1_000_000, 1_000_000, steps=100, epoch=100)
     assert needed == 4e6 + 3 * (4e6 + 8e6)
     (check,) = disk(config, needed, free=needed - 1)
     assert (check.status, str(tmp_path) in check.evidence) == ("fail", True)

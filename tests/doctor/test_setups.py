@@ -125,39 +125,42 @@ def test_the_option_of_a_refusal_is_whole():
 @pytest.mark.parametrize(
     ("options", "seen", "status"),
     [
+        ({"save_strategy": "epoch", "max_steps": 25}, "after every 10 of 25 steps, and at the end", "ok"),
         ({"save_steps": 10}, "after every 10 of 25 steps, and at the end", "ok"),
         ({"save_steps": 5}, "after every 5 of 25 steps", "ok"),
         ({"save_steps": 25}, "one, at the end of 25 steps", "warn"),
         ({"save_strategy": "steps"}, "one, at the end of 25 steps", "warn"),
         ({"save_strategy": "epoch", "epochs": 2.5}, "after every 10 of 25 steps, and at the end", "ok"),
-        ({"save_strategy": "epoch"}, "one, at the end of 25 steps", "ok"),
+        ({"save_strategy": "epoch", "epoch": 25}, "one, at the end of 25 steps", "ok"),
     ],
 )
 def test_when_checkpoints_will_be_written_is_told(options, seen: str, status: str):
-    (check,) = machine.checkpoints(DoctorConfig(**options), steps=25)
+    options = dict(options)
+    epoch = options.pop("epoch", 10)
+    (check,) = machine.checkpoints(DoctorConfig(**options), 25, epoch)
     assert (check.evidence, check.status) == (seen, status)
     assert "--save-steps" in check.option or status == "ok"
-    assert machine.checkpoints(DoctorConfig(), steps=25) == []
+    assert machine.checkpoints(DoctorConfig(), 25, 10) == []
 
 
 def test_every_checkpoint_that_is_kept_counts(tmp_path):
     """All are kept unless --save-total-limit says otherwise."""
     config = DoctorConfig(save_steps=10)
-    assert machine.bytes_to_write(config, 1000, 1000, steps=1000) == 4000 + 100 * 12_000
-    assert machine.bytes_to_write(config, 1000, 1000, steps=25) == 4000 + 3 * 12_000
+    assert machine.bytes_to_write(config, 1000, 1000, steps=1000, epoch=10) == 4000 + 100 * 12_000
+    assert machine.bytes_to_write(config, 1000, 1000, steps=25, epoch=10) == 4000 + 3 * 12_000
     epochs = DoctorConfig(save_strategy="epoch", epochs=2.5)
-    assert machine.bytes_to_write(epochs, 1000, 1000, steps=25) == 4000 + 3 * 12_000
+    assert machine.bytes_to_write(epochs, 1000, 1000, steps=25, epoch=10) == 4000 + 3 * 12_000
     some = {"save_steps": 10, "save_total_limit": 2}
-    assert machine.bytes_to_write(DoctorConfig(**some), 1000, 1000, steps=1000) == 4000 + 3 * 12_000
-    assert machine.bytes_to_write(DoctorConfig(**some), 1000, 1000, steps=10) == 4000 + 12_000
+    assert machine.bytes_to_write(DoctorConfig(**some), 1000, 1000, steps=1000, epoch=10) == 4000 + 3 * 12_000
+    assert machine.bytes_to_write(DoctorConfig(**some), 1000, 1000, steps=10, epoch=10) == 4000 + 12_000
     only = DoctorConfig(save_steps=10, save_only_model=True)
-    assert machine.bytes_to_write(only, 1000, 1000, steps=20) == 4000 + 2 * 4000
+    assert machine.bytes_to_write(only, 1000, 1000, steps=20, epoch=10) == 4000 + 2 * 4000
     half = DoctorConfig(save_steps=10, dtype="bf16", precision="bf16", stochastic_rounding=True)
-    assert machine.bytes_to_write(half, 1000, 1000, steps=10) == 2000 + 6000
+    assert machine.bytes_to_write(half, 1000, 1000, steps=10, epoch=10) == 2000 + 6000
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "dtype": "bfloat16"}')
-    assert machine.bytes_to_write(DoctorConfig(model=str(tmp_path)), 1000, 1000, steps=10) == 2000
+    assert machine.bytes_to_write(DoctorConfig(model=str(tmp_path)), 1000, 1000, steps=10, epoch=10) == 2000
     adapters = DoctorConfig(save_steps=10, tuner="lora")
-    assert machine.bytes_to_write(adapters, 1000, 10, steps=10) == 40 + 120
+    assert machine.bytes_to_write(adapters, 1000, 10, steps=10, epoch=10) == 40 + 120
 
 
 KINDS = {"full": [], "adapters": ["--tuner", "lora"], "weights": ["--dtype", "bf16", "--save-only-model"]}

@@ -168,9 +168,9 @@ def examine(
         checks += held_out_rows(config, source, held_out, processing)
     parameters, trainable = loaded_model(config, source, len(tokenizer_of(processing)), checks)
     if parameters:
-        steps = steps_of(config, batch, rows if encoded is None else encoded)
-        checks += [*resume_checks.ended(config, steps), *machine.checkpoints(config, steps)]
-        checks += machine.disk(config, machine.bytes_to_write(config, parameters, trainable, steps))
+        steps, epoch = steps_of(config, batch, rows if encoded is None else encoded)
+        checks += [*resume_checks.ended(config, steps), *machine.checkpoints(config, steps, epoch)]
+        checks += machine.disk(config, machine.bytes_to_write(config, parameters, trainable, steps, epoch))
         checks += plan_checks.memory(config, batch, source, encoded, processing) if config.plan else []
     sound = data_checks.worst([c for c in checks if c.area in ("data", "model") and c.name not in UNTRIED]) != "fail"
     if config.trial and encoded is not None and parameters and sound:

@@ -107,13 +107,14 @@ def held_out_rows(config: Config, source: str, rows: Any, processing: Any) -> li
     return [dataclasses.replace(check, name=data_checks.HELD_OUT) for check in found if check.status != "ok"]
 
 
-def steps_of(config: Config, batch: Batch, rows: Any) -> int:
-    """How many the run takes."""
+def steps_of(config: Config, batch: Batch, rows: Any) -> tuple[int, int]:
+    """How many the run takes, and how many a pass over the rows has."""
     from shardproof.train.rlhf.recipe import RlhfPrepared
     from shardproof.train.run import Prepared
 
     kind = RlhfPrepared if isinstance(config, RlhfDoctorConfig) else Prepared
-    return kind(config, batch, Path(), "", None, rows, None, []).steps
+    run = kind(config, batch, Path(), "", None, rows, None, [])
+    return run.steps, run.epoch_steps
 
 
 def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) -> tuple[int, int]:

@@ -133,11 +133,15 @@ class Prepared:
         return self.batch.whole
 
     @property
+    def epoch_steps(self) -> int:
+        """Of a pass over the rows."""
+        return steps_of(len(self.rows), self.rows_a_step, self.config.drop_last)
+
+    @property
     def steps(self) -> int:
         if self.config.max_steps:
             return int(self.config.max_steps)
-        per_epoch = steps_of(len(self.rows), self.rows_a_step, self.config.drop_last)
-        return -int(-self.config.epochs * per_epoch // 1)
+        return -int(-self.config.epochs * self.epoch_steps // 1)
 
 
 def check(config: RunConfig, world_size: int) -> Batch:

@@ -84,16 +84,15 @@ def devices(nproc: int) -> list[Check]:
     return [Check(AREA, "devices", "ok", seen)]
 
 
-def bytes_to_write(config: RunConfig, parameters: int, trainable: int, steps: int) -> int:
+def bytes_to_write(config: RunConfig, parameters: int, trainable: int, steps: int, epoch: int) -> int:
     """What a run of so many steps leaves on the disk: the weights once more, and its checkpoints, each with two states
-    of what is trained. Checkpoints of adapters hold nothing of their base."""
+    of what is trained. Checkpoints of adapters hold nothing of their base. `epoch`: steps of a pass over the rows."""
     held = trainable if config.tuner == "lora" else parameters
     dtype, each = saved_dtype(config, config.model), 2 if config.stochastic_rounding else 4
     weights = held * (each if dtype is None else dtype.itemsize)
     if not config.writes_checkpoints:
         return weights
-    every = _every(config, steps)
-    written = -(-steps // every)  # the last step is one, too
+    written = -(-steps // (config.checkpoint_steps or epoch))  # the last step is one, too
     if config.save_total_limit:  # the next one is complete before the oldest goes
         written = min(written, config.save_total_limit + 1)
     state = 0 if config.save_only_model or config.optimizer == ADAFACTOR else 2 * each
@@ -102,16 +101,11 @@ def bytes_to_write(config: RunConfig, parameters: int, trainable: int, steps: in
     return weights + written * (each * held + state * trainable)
 
 
-def _every(config: RunConfig, steps: int) -> int:
-    """After how many of its steps a run writes a checkpoint each time."""
-    return config.checkpoint_steps or max(int(steps / config.epochs), 1)
-
-
-def checkpoints(config: RunConfig, steps: int) -> list[Check]:
-    """When a run of so many steps writes some."""
+def checkpoints(config: RunConfig, steps: int, epoch: int) -> list[Check]:
+    """When a run of so many steps writes some; a pass over the rows has `epoch` of them."""
     if not config.writes_checkpoints:
         return []
-    every = _every(config, steps)
+    every = config.checkpoint_steps or epoch
     if every < steps:
         last = ", and at the end" if steps % every else ""
         return [Check(AREA, "checkpoints", "ok", f"after every {every} of {steps} steps{last}")]
