@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from report.folders import record, run_folder, timeline
-from shardproof.report.html import names_of
+from shardproof.report.html import data_of, names_of, page_of
 from shardproof.report.run_folder import POINTS, load_run, thin
 
 
@@ -40,6 +41,27 @@ def test_lines_and_numbers_are_those_of_the_file(tmp_path: Path) -> None:
 def test_what_a_record_tells_of_several_steps_is_shown_for_one(tmp_path: Path) -> None:
     run = load_run(run_folder(tmp_path / "a", [record(step) for step in (1, 5, 9)]), "a")
     assert run["rank_lines"]["gathered"][0] == ([1, 5, 9], [64_000, 16_000, 16_000])
+
+
+def test_the_first_record_of_a_run_that_goes_on_elsewhere_tells_of_its_own_steps(tmp_path: Path) -> None:
+    """Not of those that another run took, whose checkpoint it began from."""
+    for steps, of_one in (((51, 52, 53), 64_000), ((60, 70, 80), 6_400)):
+        run = load_run(run_folder(tmp_path / str(steps), [record(step, 90) for step in steps]), "a")
+        assert run["rank_lines"]["gathered"][0] == (list(steps), [of_one] * 3)
+
+
+def test_a_last_loss_that_is_no_number_is_not_the_one_before(tmp_path: Path) -> None:
+    run = load_run(run_folder(tmp_path / "a", [record(1), record(2, loss=float("nan"), reward=2.0)]), "a")
+    assert (run["summary"]["loss"], run["summary"]["reward"]) == (None, 2.0)
+    assert '"loss":null' in page_of(data_of([tmp_path / "a"]))
+
+
+def test_when_the_last_step_was_is_a_moment(tmp_path: Path) -> None:
+    """A page that watches a run that hangs is not made anew, and would say for hours that it was seconds ago."""
+    folder = run_folder(tmp_path / "a", [record(1)], ended=False)
+    os.utime(folder / "metrics.jsonl", (86400 * 365, 86400 * 365))
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(86400 * 365))
+    assert load_run(folder, "a")["told"].endswith(f"; last step at {when}")
 
 
 def test_a_killed_a_failed_an_empty_and_a_damaged_run(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -68,6 +70,20 @@ def test_numbers_are_sent_when_they_have_changed(server: PageServer, folder: Pat
 def test_other_names_than_those_of_the_loopback_are_refused(server: PageServer) -> None:
     assert [asked(server, "/", host)[0] for host in ("localhost:1", "127.0.0.1", "[::1]:9")] == [200] * 3
     assert [asked(server, "/data.json", host)[0] for host in ("evil.example", "10.0.0.1:80")] == [403] * 2
+
+
+def test_a_browser_that_has_left_is_no_news(server: PageServer, monkeypatch, capfd) -> None:
+    monkeypatch.setattr("shardproof.report.serve.page_of", lambda data: "x" * 20_000_000)  # what no connection holds
+    with socket.create_connection(server.server_address[:2]) as browser:
+        browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        browser.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert browser.recv(9) == b"HTTP/1.0 "
+    assert asked(server, "/nothing")[0] == 404
+    server.shutdown()
+    for thread in threading.enumerate():
+        if thread.name.startswith("Thread-") and "process_request" in thread.name:
+            thread.join(30)
+    assert capfd.readouterr().err == ""
 
 
 @needs_chromium

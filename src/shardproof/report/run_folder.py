@@ -158,9 +158,11 @@ def _state(folder: Path, logged: list[dict[str, Any]]) -> tuple[str, str]:
     errors of before say nothing."""
     steps, last = (logged[-1].get("steps"), logged[-1]["step"]) if logged else (None, 0)
     changed = _changed(folder / METRICS)
-    ago = f"last step {_ago(time.time() - changed)} ago" if logged else "no step is recorded yet"
+    # A moment, for a page that is opened later, or waits for a run that hangs, would count from when it was made.
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(changed))
+    since = f"last step at {when}" if logged else "no step is recorded yet"
     if _at_work(folder):
-        return "open", f"it goes on; {ago}"
+        return "open", f"it goes on; {since}"
     if (folder / MODEL).exists():
         if steps and last < steps:
             return "stopped", f"stopped after step {last:,} of {steps:,}; its weights are saved"
@@ -171,7 +173,7 @@ def _state(folder: Path, logged: list[dict[str, Any]]) -> tuple[str, str]:
             return "failed", f"failed: {lines[-1][:300]}"
     if not logged:
         return "empty", "no step is recorded"
-    return "open", f"no end is recorded: it was killed, or goes on on another machine; {ago}"
+    return "open", f"no end is recorded: it was killed, or goes on on another machine; {since}"
 
 
 def _changed(path: Path) -> float:
@@ -191,13 +193,6 @@ def _at_work(folder: Path) -> bool:
                 os.kill(int(number), 0)  # no signal
             return True
     return False
-
-
-def _ago(seconds: float) -> str:
-    for size, word in ((86400, "day"), (3600, "hour"), (60, "minute")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {word}s"
-    return f"{max(seconds, 0):.0f} seconds"
 
 
 # --- numbers -----------------------------------------------------------------------------------------
@@ -232,10 +227,13 @@ def _rank_lines(logged: list[dict[str, Any]]) -> tuple[list[str], dict[str, list
     of = told[-1]["ranks"].get("of", [0])[0] if len(told[-1]["ranks"]["memory"]) == 3 else 0
     count = max(len(told[-1]["ranks"]["memory"]), 1)
     names = [f"{which} of {of} ranks" for which in ("least", "middle", "most")] if of else []
+    # Where a run went on from the checkpoint of another, its first record tells of as many steps as the second.
+    first = max(0, 2 * told[0]["step"] - told[1]["step"]) if told[1:] else 0
+    before = [first, *(record["step"] for record in told)]
     lines: dict[str, list[Line]] = {}
     for at in range(0, len(told), len(told) // RANK_RECORDS + 1):
         record = told[at]
-        between = record["step"] - (told[at - 1]["step"] if at else 0)
+        between = record["step"] - before[at]
         values = _of_ranks(record["ranks"], max(between, 1))
         for key, by_rank in values.items():
             if len(by_rank) == count and all(_finite(value) for value in by_rank):
@@ -273,19 +271,18 @@ def _derived(logged: list[dict[str, Any]]) -> dict[str, Line]:
     return {"step_seconds": (steps, values)} if steps else {}
 
 
-def _summary(logged: list[dict[str, Any]], lines: dict[str, Line]) -> dict[str, float]:
-    """The numbers at the top of the page; what is not recorded is left out."""
+def _summary(logged: list[dict[str, Any]], lines: dict[str, Line]) -> dict[str, float | None]:
+    """The numbers at the top of the page; what is not recorded is left out, and None what is no finite number."""
 
     def values(key: str) -> list[float]:
         return sorted(lines.get(key, ([], []))[1])
 
-    found: dict[str, float] = {}
-    if "loss" in lines:
-        found["loss"] = lines["loss"][1][-1]
+    found: dict[str, float | None] = {}
+    for key in ("loss", "reward"):
+        if numbers := [r[key] for r in logged if isinstance(r.get(key), (int, float))]:
+            found[key] = numbers[-1] if math.isfinite(numbers[-1]) else None
     if "eval_loss" in lines:
         found["eval_loss"] = min(lines["eval_loss"][1])
-    if "reward" in lines:
-        found["reward"] = lines["reward"][1][-1]
     if rates := values("tokens_per_second"):
         found["tokens_per_second"] = rates[len(rates) // 2]
     found["tokens"] = sum(r["tokens"] for r in logged if _finite(r.get("tokens")))
