@@ -9,8 +9,8 @@ import pytest
 
 from doctor.test_doctor import CUT
 from shardproof.cli import sft
-from shardproof.cli.training import recipe_class
 from shardproof.cli.verify import RlhfVerifyConfig, taken_at_once
+from shardproof.cli.watching import recipe_class
 from shardproof.doctor.checks import rlhf_checks
 from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError

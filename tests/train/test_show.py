@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from shardproof.cli import data, sft
+from shardproof.errors import ConfigError
 from shardproof.train.show import parts_of
 
 
@@ -149,3 +151,14 @@ def test_on_a_terminal_what_is_not_learnt_is_grey(capsys, monkeypatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     print_rows([Shown("f:1", [1, 2], [-100, 2], [Part("asked", 1, False), Part("said", 1, True)])], EncodeReport())
     assert "\x1b[90masked\x1b[0msaid" in capsys.readouterr().out
+
+
+def test_variables_mean_what_they_do_in_training(tiny: Path, file: str, monkeypatch) -> None:
+    """`data show` shows what `sft` trains on, and of its options there are some that are variables."""
+    words = ["--model", str(tiny), "--dataset", file]
+    monkeypatch.setenv("MAX_PIXELS", "500")
+    assert data.parse(words)[0].max_pixels == sft.parse(words)[0].max_pixels == 500
+    monkeypatch.setenv("IMAGE_FACTOR", "28")
+    for command in (data, sft):
+        with pytest.raises(ConfigError, match="The variable IMAGE_FACTOR=28: nothing here reads it"):
+            command.parse(words)

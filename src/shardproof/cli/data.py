@@ -7,11 +7,9 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardproof.cli import options
-from shardproof.cli.hub import placed
+from shardproof.cli import options, training
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.errors import ConfigError
-from shardproof.train.adapters.begun import begun
 from shardproof.train.checks.contradictions import check_whole
 from shardproof.train.options.config import SftConfig
 from shardproof.train.run import check_plugins, recipe_of
@@ -66,12 +64,8 @@ def parse(argv: Sequence[str]) -> tuple[SftConfig, int, bool]:
     count, as_json = found.pop("rows", str(ROWS)), found.pop("json", False)
     if not count.isdecimal():
         raise ConfigError(f"--rows {count}: should be a whole number.")
-    values = options.take_run_file(found, SftConfig) | found
-    for name in ("output_dir", "resume"):  # nothing is written
-        values.pop(name, None)
-    if "system" in values:
-        values["system"] = options.system_message(values["system"])
-    return begun(placed(options.build(SftConfig, values))), int(count), as_json
+    config, _ = training.read(SftConfig, found, argv, "shardproof data show")
+    return config.model_copy(update={"output_dir": None, "resume": None}), int(count), as_json  # nothing is written
 
 
 def print_rows(rows: Sequence[Shown], report: Any) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from shardproof.cli import options
 from shardproof.cli.processes.machines import Machines, Start, meet, several
 from shardproof.cli.quiet import after_imports, before_imports
-from shardproof.cli.training import meeting, parse, parser_of, recipe_class
+from shardproof.cli.training import meeting, parse, parser_of
+from shardproof.cli.watching import recipe_class
 from shardproof.doctor.checks.check import Check, as_json, option_in, show
 from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig
 from shardproof.errors import ConfigError, ShardproofError

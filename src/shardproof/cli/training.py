@@ -11,11 +11,10 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardproof.cli import options
-from shardproof.cli.from_swift.options import from_environment, other_meanings, set_in, split_options
+from shardproof.cli.from_swift.options import from_environment, other_meanings, set_in
 from shardproof.cli.from_swift.towers import of_towers
 from shardproof.cli.hub import placed
 from shardproof.cli.main import USER_ERROR, exit_code
@@ -55,8 +54,11 @@ def parse(
 ) -> tuple[Config, set[str]]:
     """The options of a recipe, and the names of those that were given. `name` is the command's, if not the recipe's."""
     parser = parser_of(model, description, name)
-    prog = parser.prog
-    found = options.parse(parser, argv, options.of_others(model))
+    return read(model, options.parse(parser, argv, options.of_others(model)), argv, parser.prog)
+
+
+def read(model: type[Config], found: dict[str, Any], argv: Sequence[str], prog: str) -> tuple[Config, set[str]]:
+    """The same of what the words of `prog` gave: with its file, the run that goes on, and variables."""
     for source in found.get("dataset", []):
         if source.endswith((".yaml", ".yml")):
             raise ConfigError(f"--dataset {source}: a file of options stands first: {prog} {source} ...")
@@ -90,25 +92,6 @@ def _of_resumed(values: dict[str, Any], model: type[RunConfig]) -> dict[str, Any
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"Options that are not given are those of the run that goes on: {file}", file=sys.stderr)
     return options.read_file(str(file), model)
-
-
-def recipe_class(argv: Sequence[str], of_sft: type[Config], of_rlhf: type[Any]) -> type[Any]:
-    """Which options a command for runs of both recipes has: those of rlhf where --rlhf-type stands in the words, in the
-    file of options that they name, or in the run that --resume names."""
-    first: list[str] = []
-    given = dict(split_options(options.hyphenated(argv), first))
-    files = [word for words in (first, *given.values()) for word in words if word.endswith((".yaml", ".yml"))]
-    files += [*first[:1], *given.get("--config", [])]
-    if "--resume" in given and not {"--model", "--dataset"} & given.keys():
-        resumed = (" ".join(given.get(name, [])) for name in ("--resume", "--output-dir"))
-        files.append(str(options_of_resumed(*resumed) or ""))
-    names = {*given}
-    for path in files:
-        if Path(path).suffix.lower() not in options.OF_ROWS and Path(path).expanduser().is_file():
-            from shardproof.cli.yaml_file import entries
-
-            names |= {options.flag(key) for _, key, _, value in entries(path) if value is not None}
-    return of_rlhf if "--rlhf-type" in names else of_sft
 
 
 def run(model: type[RunConfig], description: str, argv: Sequence[str]) -> int:

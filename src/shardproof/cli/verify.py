@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from shardproof.cli import options
 from shardproof.cli.precision import check_devices
 from shardproof.cli.quiet import after_imports, before_imports
-from shardproof.cli.training import parse, parser_of, recipe_class
+from shardproof.cli.training import parse, parser_of
+from shardproof.cli.watching import recipe_class
 from shardproof.doctor.config import RlhfVerifyConfig, VerifyConfig
 from shardproof.errors import ConfigError, EngineError
 from shardproof.train.checks.contradictions import check_whole
