@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.cli import sft, swift, training
+from shardproof.cli import infer, sft, swift, training
 from shardproof.errors import ConfigError
 from shardproof.train.checks.contradictions import check_evaluation
 from shardproof.train.options.rlhf_config import RlhfConfig
@@ -682,6 +682,27 @@ def test_variables_are_options(monkeypatch):
     assert (config.max_pixels, config.enable_audio_output) == (1003520, False)
     assert sft.parse(["--max-pixels", "500", "--enable-audio-output"])[0].max_pixels == 500
     assert sft.parse(["--enable-audio-output"])[0].enable_audio_output is True
+
+
+def test_variables_are_options_of_infer_too(monkeypatch):
+    seen = []
+
+    def look(config) -> None:
+        seen.append(config)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(infer, "_check", look)
+    for name, value in (("MAX_PIXELS", "500"), ("NPROC_PER_NODE", "2"), ("ROOT_IMAGE_DIR", "/pictures")):
+        monkeypatch.setenv(name, value)
+    for words in (["run"], ["run", "--dataset", "d.jsonl"], ["run", "--max-pixels", "9", "--nproc", "1"]):
+        with pytest.raises(ConfigError, match="seen"):
+            infer.run(words)
+    asked, rows, given = seen
+    assert (asked.max_pixels, asked.nproc, asked.media_root, rows.media_root) == (500, 2, None, "/pictures")
+    assert (given.max_pixels, given.nproc) == (9, 1)
+    monkeypatch.setenv("IMAGE_FACTOR", "28")
+    with pytest.raises(ConfigError, match="The variable IMAGE_FACTOR=28"):
+        infer.run(["run"])
 
 
 def test_a_file_of_options_as_swift_gives_it(tmp_path, capfd):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -41,7 +42,10 @@ def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
     found = options.parse(parser(), argv, command="infer")
     run_dir = found.pop("run_dir")
-    config = options.build(InferConfig, found)
+    said = options.from_variables(InferConfig, os.environ, bool(outer_world()))
+    if "dataset" not in found:
+        said.pop("media_root", None)
+    config = options.build(InferConfig, said | found)
     config.system = options.system_message(config.system)
     if config.prompt is not None:
         config.prompt = options.whole_text("--prompt", config.prompt)

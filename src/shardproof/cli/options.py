@@ -314,15 +314,19 @@ def whole_text(name: str, text: str) -> str:
     return text
 
 
-def checked_variables(
-    model: type[BaseModel], values: Mapping[str, str], variables: Mapping[str, str]
-) -> dict[str, Any]:
-    """Those of `values` that `model` has; `variables` says as which variable of the environment an option was given."""
-    names = {option: variable for variable, option in variables.items()}
+def from_variables(model: type[BaseModel], environment: Mapping[str, str], started: bool) -> dict[str, Any]:
+    """The options of `model` that stand in variables, as ms-swift has them. `started`: its processes are there.
+
+    Raises:
+        ConfigError: a variable asks for what is not done here, two say one thing, or a value cannot be.
+    """
+    if others := swift_options.other_meanings(environment):
+        raise ConfigError(f"The variable {others[0]}. Unset it.")
+    names = {option: variable for variable, option in swift_options.set_in(environment).items()}
     return {
         option: _checked(model, option, value, f"The variable {names[option]}={value}")
-        for option, value in values.items()
-        if option in model.model_fields
+        for option, value in swift_options.from_environment(environment).items()
+        if option in model.model_fields and not (started and option == "nproc")
     }
 
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardproof.cli import options
-from shardproof.cli.from_swift.options import from_environment, other_meanings, set_in
 from shardproof.cli.from_swift.towers import of_towers
 from shardproof.cli.hub import placed
 from shardproof.cli.main import USER_ERROR, exit_code
@@ -68,12 +67,7 @@ def read(model: type[Config], found: dict[str, Any], argv: Sequence[str], prog: 
     given, of_run = set(values), {}
     if "resume" in values and not {"model", "dataset"} & given:
         of_run = _of_resumed(values, model)
-    if others := other_meanings(os.environ):
-        raise ConfigError(f"The variable {others[0]}. Unset it.")
-    said = from_environment(os.environ)
-    if outer_world():
-        said.pop("nproc", None)
-    values = options.checked_variables(model, said, set_in(os.environ)) | of_run | values
+    values = options.from_variables(model, os.environ, bool(outer_world())) | of_run | values
     if "system" in values:
         values["system"] = options.system_message(values["system"])
     default = {} if "precision" in values else {"precision": precision_here()}
