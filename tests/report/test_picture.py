@@ -44,3 +44,10 @@ def test_a_picture_that_cannot_be_written_does_not_end_a_run(
     assert not draw_loss(run / "metrics.jsonl", tmp_path / "loss.png", "a run")
     assert caplog.messages == [f"{tmp_path / 'loss.png'} cannot be written: No space left on device"]
     assert not (tmp_path / "loss.png").exists()
+
+
+def test_a_path_with_dollars_is_a_title_as_it_stands(tmp_path: Path) -> None:
+    """Between two of them matplotlib would read a formula, and end a run that has its weights."""
+    pytest.importorskip("matplotlib")
+    run = run_folder(tmp_path / "run", [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}])
+    assert draw_loss(run / "metrics.jsonl", tmp_path / "loss.png", "/data/$_$/model, stage 3")

@@ -35,7 +35,8 @@ def draw_loss(metrics: Path, picture: Path, title: str) -> bool:
         if points:
             line = thin(([step for step, _ in points], [value for _, value in points]))
             axes.plot(*line, label=key.replace("_", " "), **style)  # type: ignore[arg-type]
-    axes.set(xlabel="step", ylabel="loss per answer token", title=title)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.set_title(title, parse_math=False)  # a path may have dollars in it
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     try:
