@@ -150,6 +150,11 @@ def test_a_file_of_options_says_what_the_job_says_or_nothing(tmp_path, capsys):
     assert "--nproc 8'" in written(capsys, "slurm", "--nodes", "2", "--nproc", "8", command=train)
 
 
+def test_what_only_the_nodes_have_is_not_looked_for_here(capsys):
+    there = ["--offload", "nvme:/scratch/of/nodes", "--new-special-tokens", "/data/of/nodes.txt"]
+    assert "nvme:/scratch/of/nodes" in written(capsys, "slurm", command=[*TRAIN, *there])
+
+
 def test_what_there_is_one_of_is_said_once():
     with pytest.raises(ConfigError, match="--nodes stands there twice"):
         run(["slurm", "--nodes", "2", "--nodes=4", "--", *TRAIN])

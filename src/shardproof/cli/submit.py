@@ -24,6 +24,7 @@ TARGETS = ("slurm", "k8s")
 COMMANDS = ("sft", "rlhf")
 OF_K8S = ("image", "namespace", "runtime", "volume", "secret_env")
 OF_SLURM = ("partition", "account", "time", "setup", "slurm")
+OF_NODES: dict[str, Any] = {"offload": None, "new_special_tokens": []}  # a folder and a file that nodes may have alone
 USAGE = "shardproof submit slurm|k8s [options] -- sft|rlhf [run.yaml] [options of the command]"
 DESCRIPTION = """Write the batch script (slurm) or the TrainJob (k8s) that runs a command of ours on several nodes.
 Without --output it is printed. Nothing is started: 'sbatch FILE' or 'kubectl create -f FILE' does that."""
@@ -130,7 +131,7 @@ def check_command(command: Sequence[str], config: SubmitConfig) -> int:
         )
     if read.resume is None:
         check_named(read)
-    check_together(read)
+    check_together(read.model_copy(update=OF_NODES))
     read.batch(config.nodes * config.nproc)
     if read.output_dir is None:
         raise ConfigError("--output-dir is missing: all nodes write into one folder, on a file system that they share.")
