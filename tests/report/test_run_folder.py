@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -96,6 +97,16 @@ def test_a_killed_a_failed_an_empty_and_a_damaged_run(tmp_path: Path) -> None:
     assert found["lines"]["loss"] == ([3], [1.5])
     assert found["samples"] == found["timelines"] == []
     assert len(found["notes"]) == 4
+
+
+def test_no_number_that_cannot_be_keeps_a_run_from_being_shown(tmp_path: Path) -> None:
+    wrong = [{"steps": "many"}, {"steps": math.inf}, {"ranks": {"memory": [1, 2, 3], "of": 7}}]
+    odd = [record(1), *(record(step) | each for step, each in enumerate(wrong, 2))]
+    folder = run_folder(tmp_path / "odd", odd)
+    (folder / "completions.jsonl").write_text('{"step": 1e999, "prompt": "a", "completion": "b", "rewards": {}}\n')
+    found = load_run(folder, "odd")
+    assert (found["last"], found["steps"], found["samples"]) == (4, 20, [])
+    assert found["notes"][0].startswith("2 line(s) of metrics.jsonl are no record")
 
 
 def test_a_run_that_goes_on_where_one_failed_or_ended_goes_on(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def load_run(folder: Path, name: str) -> dict[str, Any]:
         "state": state,
         "told": told,
         "config": _config(folder / CONFIG, notes),
-        "steps": max((int(r.get("steps") or 0) for r in logged[-1:]), default=0),
+        "steps": logged[-1]["steps"] if logged else 0,
         "last": int(records[-1]["step"]) if records else 0,
         "summary": _summary(logged, lines),
         "lines": {key: _rounded(thin(line)) for key, line in lines.items()},
@@ -91,7 +91,7 @@ def _json_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
                     continue
                 try:
                     record = json.loads(line)
-                    record["step"] = int(record["step"])
+                    record["step"], record["steps"] = int(record["step"]), int(record.get("steps") or 0)
                     yield record
                 except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
                     lost += 1
@@ -156,7 +156,7 @@ def _check_timeline(told: dict[str, Any]) -> None:
 def _state(folder: Path, logged: list[dict[str, Any]]) -> tuple[str, str]:
     """In a word and in a sentence how the run stands, from what it left. Of a run that goes on in a folder, weights and
     errors of before say nothing."""
-    steps, last = (logged[-1].get("steps"), logged[-1]["step"]) if logged else (None, 0)
+    steps, last = (logged[-1]["steps"], logged[-1]["step"]) if logged else (0, 0)
     changed = _changed(folder / METRICS)
     # A moment, for a page that is opened later, or waits for a run that hangs, would count from when it was made.
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(changed))
@@ -224,9 +224,11 @@ def _rank_lines(logged: list[dict[str, Any]]) -> tuple[list[str], dict[str, list
     told = [r for r in logged if isinstance(r.get("ranks"), dict) and isinstance(r["ranks"].get("memory"), list)]
     if not told:
         return [], {}
-    of = told[-1]["ranks"].get("of", [0])[0] if len(told[-1]["ranks"]["memory"]) == 3 else 0
+    of = told[-1]["ranks"].get("of") if len(told[-1]["ranks"]["memory"]) == 3 else None
     count = max(len(told[-1]["ranks"]["memory"]), 1)
-    names = [f"{which} of {of} ranks" for which in ("least", "middle", "most")] if of else []
+    names = (
+        [f"{which} of {of[0]} ranks" for which in ("least", "middle", "most")] if isinstance(of, list) and of else []
+    )
     # Where a run went on from the checkpoint of another, its first record tells of as many steps as the second.
     first = max(0, 2 * told[0]["step"] - told[1]["step"]) if told[1:] else 0
     before = [first, *(record["step"] for record in told)]

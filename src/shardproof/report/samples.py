@@ -64,7 +64,7 @@ def _sample(line: bytes) -> dict[str, Any] | None:
             "advantage": record.get("advantage"),
             "right": _text(record["labels"]) if "labels" in record else None,
         }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None
 
 
