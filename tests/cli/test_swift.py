@@ -173,6 +173,7 @@ def test_what_is_printed_is_taken():
         ("--num-train-epochs=2 --tuner-type=full", "--epochs 2 --tuner full"),
         ("--torch_dtype bfloat16 --attn_impl flash_attn", "--precision bf16 --attn flash_attention_2"),
         ("--truncation_strategy delete --loss_scale all", "--truncation drop --loss all"),
+        ("--strict", "--bad-rows stop"),
         ("--strict false --split_dataset_ratio 0.1", "--bad-rows skip --val-split 0.1"),
         ("--deepspeed zero2 --lr_scheduler_type linear", "--stage 2 --lr-scheduler linear"),
         ("--deepspeed zero2_offload", "--stage 2 --offload optimizer"),

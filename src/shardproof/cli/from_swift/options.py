@@ -201,7 +201,8 @@ def ours(
             return found
     if target in known and not (name == "loss_scale" and not LOSS_SCALES.issuperset(given)):
         meant = VALUES.get(str(target), {})
-        return [(str(target), [meant.get(value.lower(), value) for value in given])]
+        words = given or ["true"] * ("true" in meant)  # a switch there, and a word here
+        return [(str(target), [meant.get(value.lower(), value) for value in words])]
     if name in known:
         return None
     if name in WITHOUT_EFFECT:
