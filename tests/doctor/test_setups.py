@@ -153,6 +153,8 @@ def test_every_checkpoint_that_is_kept_counts(tmp_path):
     some = {"save_steps": 10, "save_total_limit": 2}
     assert machine.bytes_to_write(DoctorConfig(**some), 1000, 1000, steps=1000, epoch=10) == 4000 + 3 * 12_000
     assert machine.bytes_to_write(DoctorConfig(**some), 1000, 1000, steps=10, epoch=10) == 4000 + 12_000
+    best = DoctorConfig(save_steps=10, save_total_limit=1, keep_best=True)  # that of the best evaluation, too
+    assert machine.bytes_to_write(best, 1000, 1000, steps=1000, epoch=10) == 4000 + 3 * 12_000
     only = DoctorConfig(save_steps=10, save_only_model=True)
     assert machine.bytes_to_write(only, 1000, 1000, steps=20, epoch=10) == 4000 + 2 * 4000
     half = DoctorConfig(save_steps=10, dtype="bf16", precision="bf16", stochastic_rounding=True)

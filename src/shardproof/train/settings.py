@@ -133,7 +133,7 @@ def arguments(prepared: Prepared) -> dict[str, Any]:
         "save_strategy": "steps" if config.writes_checkpoints else "no",
         "save_steps": config.checkpoint_steps or prepared.steps,  # with --save-strategy epoch, see EndOfEpoch
         # Of one and the best, Trainer would remove the newest checkpoint in the end.
-        "save_total_limit": config.save_total_limit and max(config.save_total_limit, 1 + config.keep_best),
+        "save_total_limit": config.kept_checkpoints,
         "save_only_model": config.save_only_model,
         "remove_unused_columns": False,
         "ignore_data_skip": streams,  # they begin where they were

@@ -93,8 +93,8 @@ def bytes_to_write(config: RunConfig, parameters: int, trainable: int, steps: in
     if not config.writes_checkpoints:
         return weights
     written = -(-steps // (config.checkpoint_steps or epoch))  # the last step is one, too
-    if config.save_total_limit:  # the next one is complete before the oldest goes
-        written = min(written, config.save_total_limit + 1)
+    if kept := config.kept_checkpoints:  # the next one is complete before the oldest goes
+        written = min(written, kept + 1)
     state = 0 if config.save_only_model or config.optimizer == ADAFACTOR else 2 * each
     if config.optimizer == EIGHT_BITS:
         state //= each

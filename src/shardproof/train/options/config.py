@@ -269,6 +269,11 @@ class RunConfig(ModelOptions):
         return self.save_strategy == "epoch" or self.checkpoint_steps is not None
 
     @property
+    def kept_checkpoints(self) -> int | None:
+        """How many of them are kept, that of the best evaluation among them; None for all."""
+        return self.save_total_limit and max(self.save_total_limit, 1 + self.keep_best)
+
+    @property
     def talks(self) -> bool:
         """Whether what comes out can be asked something."""
         return True
