@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from shardproof.cli.cases import run
+from shardproof.errors import ConfigError
+
 TESTS = Path(__file__).parents[1]
 
 
@@ -56,6 +59,12 @@ def test_mistakes_are_one_message_and_exit_code_2(tmp_path):
         assert done.returncode == 2, (argv, done.stderr)
         assert text in done.stderr
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--page", "--json"])
+def test_a_file_that_cannot_be_written_is_told_before_the_cases_are_run(tmp_path, option):
+    with pytest.raises(ConfigError, match=f"{option} .*x.md cannot be written: there is no folder"):
+        run(["--case", "tied_weights", option, str(tmp_path / "no" / "x.md")])
 
 
 def test_the_list_names_every_case(tmp_path):

@@ -53,6 +53,9 @@ def run(argv: Sequence[str]) -> int:
         return _write_page(Path(config.read), config.page)
     if file is None and (update or not config.case):
         file = "casebook.json"
+    for option, place in (("--json", file), ("--page", config.page)):  # before the cases take their time
+        if place and not Path(place).absolute().parent.is_dir():
+            raise ConfigError(f"{option} {place} cannot be written: there is no folder {Path(place).parent}.")
     return _run(config, families, stages, Path(file) if file else None, update)
 
 
