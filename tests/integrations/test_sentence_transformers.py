@@ -122,7 +122,7 @@ def numbers(name: str, source: str, folder: str, stage: int | None) -> tuple[lis
     return [log["loss"] for log in trainer.state.log_history if "loss" in log], weights
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in DEFAULT else pytest.mark.slow) for n in LOSSES])
 def test_two_ranks_equal_one_process(run2, tmp_path: Path, name: str, stage: int) -> None:
     source = base(tmp_path / "base")
