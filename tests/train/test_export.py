@@ -412,6 +412,28 @@ def test_a_reward_model_keeps_its_head(judges) -> None:
     assert "rewards answers" in judges["asked"].output
 
 
+def test_where_tensors_lie_in_a_file_does_not_make_it_another_model(tmp_path: Path) -> None:
+    """A head on one token is a product with one row, whose last bits go by where its weights begin in memory."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+
+    from shardproof.models.tiny import train_tokenizer
+    from shardproof.train.export import export
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokenizer = train_tokenizer(["of each a label"])
+    BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    for labels in (2, 3, 4):  # by so many numbers the biases before the head move it
+        run = tmp_path / f"run-{labels}"
+        base = BertForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=labels)
+        how = LoraConfig(r=2, task_type="SEQ_CLS", modules_to_save=["bert.pooler.dense"], init_lora_weights=False)
+        get_peft_model(base, how).save_pretrained(run)
+        tokenizer.save_pretrained(run)
+        (run / "labels.json").write_text(json.dumps({"id2label": {str(i): f"L{i}" for i in range(labels)}}))
+        assert export(str(run), str(tmp_path / f"out-{labels}")).merged_error is not None
+
+
 def test_adapters_are_no_model(tmp_path: Path) -> None:
     from shardproof.errors import ConfigError
     from shardproof.train.model.loading import check_model_source
