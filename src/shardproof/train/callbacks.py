@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
@@ -12,6 +13,7 @@ from shardproof.plugins import load
 from shardproof.train.collecting import LeavesOutWhatStays
 from shardproof.train.model.few import few_tokens
 from shardproof.train.model.loading import tokenizer_of
+from shardproof.train.model.right_padding import check_padding
 from shardproof.train.model.shared_rows import check_shared_rows
 from shardproof.train.options.config import RunConfig
 from shardproof.train.stop import EndOfEpoch, JudgesEvaluations
@@ -31,6 +33,13 @@ def callbacks_of(config: RunConfig) -> list[TrainerCallback]:
         found.append(EndOfEpoch(*epochs))
     plugins = load(config.external_plugins)
     return [*found, *(plugins.find("callback", name)() for name in config.callbacks)]
+
+
+def tries_padding(prepared: Any, way: str) -> list[TrainerCallback]:
+    """Of what gives scores or vectors of texts: whether each is what it is alone, beside longer ones, too. `way`: what
+    a user can do otherwise."""
+    text = prepared.processing is prepared.tokenizer
+    return [Tries(partial(check_padding, way=way))] if text else []
 
 
 class Tries(TrainerCallback):

@@ -60,6 +60,26 @@ def test_an_encoder_that_judges_by_the_first_token_of_its_part_is_refused(traine
         check(trained, "encoder", "named", [{"stage": 3, **SHARED}])
 
 
+def test_a_model_that_judges_by_the_last_place_takes_rows_one_by_one(trained, models, tmp_path) -> None:
+    """XLNet's padding stands in front of rows, and here behind them."""
+    from transformers import AutoTokenizer, XLNetConfig, XLNetLMHeadModel
+
+    tokenizer = AutoTokenizer.from_pretrained(models["encoder"])
+    sizes = {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 48, "dropout": 0.0, "summary_last_dropout": 0.0}
+    XLNetLMHeadModel(XLNetConfig(vocab_size=len(tokenizer), pad_token_id=0, **sizes)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    options = [*COMMON, *ROWS["named"], "--model", str(tmp_path), "--dataset", "FILES/named.jsonl"]
+    options += ["--val-dataset", "FILES/named-held.jsonl", "--truncation", "right"]
+    whole = {"per_device_batch_size": 8}
+    with pytest.raises(Exception, match=r"XLNetForSequenceClassification makes something else.*-batch-size 1"):
+        trained(1, [whole], *options)
+    single = {"stage": 3, "per_device_batch_size": 1}
+    ((one, _),), ((two, _),) = (trained(world, [single], *options) for world in (1, 2))
+    for key in ("loss", "eval_loss"):
+        mine, one_s = ([record[key] for record in records if key in record] for records in (two, one))
+        assert mine == pytest.approx(one_s, abs=1e-5)
+
+
 @pytest.mark.slow
 def test_a_number_to_predict(trained) -> None:
     check(trained, "encoder", "amount", [{"stage": 1}, {"stage": 3}])

@@ -189,6 +189,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     """
     from shardproof.data.encoding.embed import collate_matches
     from shardproof.data.media.embed import MediaMatchCollator
+    from shardproof.train.callbacks import tries_padding
     from shardproof.train.embedding.pooling import Embedding
     from shardproof.train.embedding.trainer import EmbeddingTrainer
 
@@ -207,7 +208,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             embedding=Embedding(str(config.pooling), config.system, files),
             kind=loss_of(config),
             temperature=config.loss_temperature or 1.0,
-            **for_sft_trainer(prepared, callbacks),
+            **for_sft_trainer(prepared, [*callbacks, *tries_padding(prepared, "Take another model.")]),
         )
 
     return run.train(prepared, model, make_trainer, view, write, signals)

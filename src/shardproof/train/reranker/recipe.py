@@ -129,6 +129,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     from shardproof.data.encoding.embed import at_length
     from shardproof.data.encoding.rank import collate_pairs
     from shardproof.data.media.judged import MediaPairCollator
+    from shardproof.train.callbacks import tries_padding
     from shardproof.train.reranker.scoring import scoring_of
     from shardproof.train.reranker.trainer import RerankerTrainer
 
@@ -151,7 +152,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             scoring=scoring,
             kind=loss_of(config),
             temperature=config.loss_temperature or 1.0,
-            **for_sft_trainer(prepared, callbacks),
+            **for_sft_trainer(prepared, [*callbacks, *tries_padding(prepared, "Take another model.")]),
         )
 
     return run.train(prepared, model, make_trainer, view, write, signals)

@@ -15,7 +15,9 @@ from shardproof.data.rows import BadRow, BadRows, Row, read_rows
 from shardproof.errors import ConfigError
 from shardproof.train.answers.loaded import Loaded, with_files
 from shardproof.train.answers.rows import usable, write_lines
+from shardproof.train.model.few import few_tokens
 from shardproof.train.model.reward_models import load_judge
+from shardproof.train.model.right_padding import check_padding
 from shardproof.train.options.config import SftConfig
 from shardproof.train.rows.media import check_templated, files_taken, media_limits
 from shardproof.train.seq_cls import measures
@@ -135,12 +137,15 @@ def classify_rows(
 
     Raises:
         DataError: a row cannot be read, or has a label that there is not; nothing is asked then.
+        ConfigError: the model takes rows one by one only.
     """
     import torch
 
     rows = read_rows(dataset, bad_rows=bad_rows, columns=columns, form=labelled(model.labels, needed=False))
     if model.takes_files:
         rows = usable(model, rows, model.encoder.problem, bad_rows)
+    elif at_once > 1:
+        check_padding(model.model, few_tokens(model.tokenizer).to(model.model.device), "Add --batch-size 1.")
     added = torch.zeros(measures.width(model.labels), dtype=torch.float64)
     count = 0
 

@@ -151,6 +151,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     """
     from shardproof.data.encoding.labelled import collate_labelled
     from shardproof.data.media.labelled import MediaLabelledCollator
+    from shardproof.train.callbacks import tries_padding
     from shardproof.train.seq_cls.trainer import SeqClsTrainer
 
     config: SftConfig = prepared.config
@@ -163,13 +164,15 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     else:
         collator = partial(collate_labelled, pad_token_id=prepared.tokenizer.pad_token_id, labels=labels)
 
+    tries = tries_padding(prepared, "Add --per-device-batch-size 1.") if prepared.batch.micro > 1 else []
+
     def make_trainer(callbacks: list[Any], reporter: Any) -> SeqClsTrainer:
         return SeqClsTrainer(
             model=model,
             data_collator=collator,
             labels=labels,
             metrics={name: own_metric(name, plugins.find("metric", name)) for name in config.metrics},
-            **for_sft_trainer(prepared, callbacks),
+            **for_sft_trainer(prepared, [*callbacks, *tries]),
         )
 
     return run.train(prepared, model, make_trainer, view, write, signals)
