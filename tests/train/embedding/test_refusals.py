@@ -88,6 +88,17 @@ def test_pooling_is_that_of_the_model(models, tmp_path: Path) -> None:
         pooling_of(str(tmp_path))
 
 
+def test_a_model_that_makes_its_vectors_by_more_than_there_is_here_is_refused(tmp_path: Path) -> None:
+    Embedding("mean").write(tmp_path, 32)
+    file = tmp_path / "modules.json"
+    more = {"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.base.modules.dense.Dense"}
+    file.write_text(json.dumps([*json.loads(file.read_text()), more]))
+    with pytest.raises(ConfigError, match=r"makes its vectors by Dense, too .*: --pooling mean begins without them"):
+        pooling_of(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"by Dense, too .* It cannot be asked here"):
+        embedding_in(tmp_path)
+
+
 def test_rows_are_shown(files, models, capsys) -> None:
     words = ["--task", "embedding", "--dataset", str(files["matched"]), "--model", str(models["encoder"]), "-n", "1"]
     assert data.run(["show", *words, "--truncation", "right"]) == 0

@@ -224,12 +224,17 @@ QUIET = {
 def said_by(source: str, file: str) -> dict[str, Any]:
     """What a JSON file of a model folder or hub id says; nothing where there is none. A config that lies
     alone may be the source."""
+    content = content_of(source, file)
+    return content if isinstance(content, dict) else {}
+
+
+def content_of(source: str, file: str) -> Any:
+    """What a JSON file of a model folder or hub id holds; None where there is none."""
     from transformers.utils import cached_file
 
     folder = Path(source).expanduser()
     path = (folder if file == "config.json" else None) if folder.is_file() else cached_file(str(folder), file, **QUIET)
-    content = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
-    return content if isinstance(content, dict) else {}
+    return json.loads(Path(path).read_text(encoding="utf-8")) if path else None
 
 
 def _load(source: str, name: str, trust_remote_code: bool) -> Any:

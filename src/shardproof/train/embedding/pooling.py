@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from shardproof.data.forms.parts import KINDS
 from shardproof.errors import ConfigError
-from shardproof.models.loading.processors import said_by
+from shardproof.models.loading.processors import content_of, said_by
 from shardproof.models.scorers import last_places
 from shardproof.train.model.loading import TINY
 
@@ -24,6 +24,7 @@ MODULES, CONFIG, POOLING = "modules.json", "config_sentence_transformers.json", 
 TRANSFORMER = "sentence_bert_config.json"
 THEIR_NAMES = {"last": "lasttoken", "mean": "mean_tokens", "cls": "cls_token"}
 NEWER_NAMES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
+KNOWN = ("Transformer", "Pooling", "Normalize")  # what vectors are made by here, of the modules of a model
 
 
 def pooled(hidden: torch.Tensor, mask: torch.Tensor, how: str) -> torch.Tensor:
@@ -97,6 +98,7 @@ def embedding_in(folder: Path) -> Embedding | None:
     """
     if not (folder / MODULES).is_file() or not (folder / POOLING).is_file():
         return None
+    _check_modules(str(folder), "It cannot be asked here: sentence-transformers does so.")
     pooling = _pooling(json.loads((folder / POOLING).read_text(encoding="utf-8")), str(folder))
     said, how = (
         json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -112,6 +114,13 @@ def embedding_in(folder: Path) -> Embedding | None:
 def files_in(how: dict[str, Any]) -> tuple[str, ...]:
     """The kinds of files that a model takes, as its folder's file TRANSFORMER says."""
     return tuple(kind for kind in how.get("modality_config") or () if kind in KINDS)
+
+
+def _check_modules(model: str, way: str) -> None:
+    """Raise ConfigError for a model that makes vectors by more than there is here (EmbeddingGemma's `Dense`)."""
+    names = [str(module.get("type", "")).rpartition(".")[2] for module in content_of(model, MODULES) or []]
+    if more := sorted({*names} - {*KNOWN}):
+        raise ConfigError(f"The model {model} makes its vectors by {', '.join(more)}, too ({MODULES}). {way}")
 
 
 def _pooling(said: dict[str, Any], model: str) -> str:
@@ -133,6 +142,7 @@ def pooling_of(model: str) -> str:
         return "last"
     found = said_by(model, POOLING)
     if found:
+        _check_modules(model, "Such modules are not trained here: --pooling mean begins without them.")
         return _pooling(found, model)
     classes = said_by(model, "config.json").get("architectures") or []
     writing = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
