@@ -30,7 +30,7 @@ from shardproof.train.adapters.beginning import begin_adapters, check_begun
 from shardproof.train.adapters.begun import load_beside_reference
 from shardproof.train.answers.loaded import loaded_as, model_folder, on_base, tell_lacking
 from shardproof.train.embedding import recipe as embedding
-from shardproof.train.embedding.pooling import Embedding, embedding_in
+from shardproof.train.embedding.pooling import Embedding, embedding_in, prompt_of
 from shardproof.train.folder import ADAPTER, BASE, CONFIG, MODEL, base_of, recorded_in, tell_other_weights
 from shardproof.train.model.changes import changed_by, grow, stretching
 from shardproof.train.model.loading import (
@@ -285,7 +285,7 @@ def _embedding_of(path: Path, files: tuple[str, ...]) -> Embedding | None:
     options = _recorded(path)
     if options.get("task") != "embedding":
         return None
-    return Embedding(options["pooling"], options.get("system"), files)
+    return Embedding(options["pooling"], prompt_of(options.get("system"), files), files)
 
 
 def _scoring_of(path: Path, processing: Any) -> Scoring | None:

@@ -4,14 +4,17 @@ what is shown, planned and verified of such a run is that run."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardproof.cli import data
 from shardproof.cli.main import main
 from shardproof.errors import ConfigError
+from shardproof.train.embedding.embedder import Embedder, single
 from shardproof.train.embedding.pooling import Embedding, embedding_in, pooling_of
 from shardproof.train.options.config import SftConfig
 from shardproof.train.run import recipe_of
@@ -97,6 +100,23 @@ def test_a_model_that_makes_its_vectors_by_more_than_there_is_here_is_refused(tm
         pooling_of(str(tmp_path))
     with pytest.raises(ConfigError, match=r"by Dense, too .* It cannot be asked here"):
         embedding_in(tmp_path)
+
+
+@pytest.mark.parametrize("prompt", ["Instruct: find\nQuery:", "find:\n", None])
+def test_a_model_of_theirs_is_asked_as_they_ask_it(models, tmp_path: Path, prompt: str | None) -> None:
+    """By its prompt for queries as it stands, and of a text as many tokens as its file says, not its tokenizer."""
+    shutil.copytree(models["encoder"], tmp_path / "theirs")
+    Embedding("mean", prompt, longest=9).write(tmp_path / "theirs", 32)
+    found = embedding_in(tmp_path / "theirs")
+    assert found == Embedding("mean", prompt, (), 9)
+    model = Embedder(tmp_path / "theirs", found)
+    long = " ".join(["shard the step"] * 5)
+    got = torch.cat(model.embeddings([single("the shard"), single(long)]))
+    before = model.tokenizer((prompt or "") + "the shard", return_tensors="pt")
+    with torch.no_grad():
+        bare = model.model(**model.tokenizer((prompt or "") + long, max_length=9, truncation=True, return_tensors="pt"))
+        known = [model.model(**before).last_hidden_state.mean(1), bare.last_hidden_state.mean(1)]
+    torch.testing.assert_close(got, torch.nn.functional.normalize(torch.cat(known), dim=-1))
 
 
 def test_rows_are_shown(files, models, capsys) -> None:

@@ -2,7 +2,7 @@
 
 [Note: what is embedded] A text is what the tokenizer makes of it, with the marks that it puts around a text by itself
 and without a chat template: that is what sentence-transformers reads, so that it gives the same embeddings. The turns
-of a conversation are a line each. A system message of the run stands before queries and not before what is to be found.
+of a conversation are a line each. A prompt stands before queries and not before what is to be found.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.data.encoding.encode import EncodeReport, Truncation, collate, nothing_left, walk
 from shardproof.data.encoding.labelled import LabelledEncoder, longest_of
-from shardproof.data.forms.formats import with_system
+from shardproof.data.forms.formats import SYSTEM
 from shardproof.data.forms.matches import LABEL, NEGATIVE, POSITIVE, turns_of_found
 from shardproof.data.forms.parts import Problem, has_files
 from shardproof.data.forms.texts import check_texts
@@ -71,9 +71,9 @@ def at_length(row: Row) -> Row:
 class MatchEncoder(LabelledEncoder):
     """Rows to the token ids of their texts: the query, its positives, its negatives."""
 
-    def __init__(self, tokenizer: Any, system: str | None = None) -> None:
+    def __init__(self, tokenizer: Any, prompt: str | None = None) -> None:
         super().__init__(tokenizer)
-        self._before_queries = system
+        self._prompt = prompt
 
     def texts(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Sequence[int]] | str]]:
         """Of each row its texts, without the tokenizer's marks; or why it cannot be used."""
@@ -104,7 +104,8 @@ class MatchEncoder(LabelledEncoder):
     def _query(self, row: Row) -> str:
         """Raises Problem for what is not in its texts."""
         check_texts(row.messages)
-        return "\n".join(turn["content"] for turn in with_system(row.messages, self._before_queries))
+        prompt = "" if row.messages[0]["role"] in SYSTEM else self._prompt or ""
+        return prompt + "\n".join(turn["content"] for turn in row.messages)
 
 
 def encode_matches(

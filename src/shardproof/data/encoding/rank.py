@@ -30,7 +30,8 @@ class PairEncoder(MatchEncoder):
     """Rows to the token ids of the query with each of its positives and negatives."""
 
     def __init__(self, tokenizer: Any, system: str | None = None) -> None:
-        super().__init__(tokenizer, system)
+        super().__init__(tokenizer, f"{system}\n" if system else None)
+        self._before_queries = system
         self._opening, self._dividing, self._closing = _pair_marks(tokenizer)
         self.typed = "token_type_ids" in tokenizer.model_input_names
 

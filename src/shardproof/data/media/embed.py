@@ -61,7 +61,8 @@ class MediaMatchEncoder(MatchEncoder):
     answered = False  # whether an answer may be read, too
 
     def __init__(self, processor: Any, limits: Limits, system: str | None = None) -> None:
-        super().__init__(processor.tokenizer, system)
+        super().__init__(processor.tokenizer)
+        self._before_queries = system
         self.media = _Asked(processor, limits, self.answered)
 
     def conversations(self, row: Row) -> list[Row]:

@@ -16,9 +16,9 @@ from shardproof.errors import ConfigError
 from shardproof.models.loading.classes import load_body
 from shardproof.train.answers.loaded import Loaded, with_files
 from shardproof.train.answers.rows import write_lines
-from shardproof.train.embedding.pooling import Embedding, pooled
+from shardproof.train.embedding.pooling import Embedding, pooled, prompt_of
 from shardproof.train.options.config import SftConfig
-from shardproof.train.rows.media import media_limits
+from shardproof.train.rows.media import files_taken, media_limits
 
 DIGITS = 6  # of what is written
 
@@ -28,7 +28,7 @@ class Embedder(Loaded):
 
     Args:
         embedding: how it does so.
-        system: what stands before queries.
+        system: what stands before queries in place of the model's own prompt.
         stage: as for `Loaded`.
         media: the options about files; those that are not set are as in the run.
     """
@@ -43,17 +43,18 @@ class Embedder(Loaded):
         media: SftConfig | None = None,
     ) -> None:
         super().__init__(folder, load_body, trust_remote_code, stage)
-        self.pooling, system = embedding.pooling, system if system is not None else embedding.system
-        self.takes_files = self.processing is not self.tokenizer
+        self.pooling, self.takes_files = embedding.pooling, self.processing is not self.tokenizer
+        prompt = embedding.prompt if system is None else prompt_of(system, files_taken(self.processing))
         if self.takes_files:
             limits = media_limits(media or SftConfig(), self.processing)
-            self.encoder: Any = MediaMatchEncoder(self.processing, limits, system)
+            self.encoder: Any = MediaMatchEncoder(self.processing, limits, prompt)
         else:
-            self.encoder = MatchEncoder(self.tokenizer, system)
+            self.encoder = MatchEncoder(self.tokenizer, prompt)
         self.load()
         self.place_model()
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        self.longest = longest_of(self.tokenizer, positions)
+        known = [n for n in (embedding.longest, positions) if n is not None]
+        self.longest = longest_of(self.tokenizer, min(known, default=None))
 
     def embeddings(self, rows: Sequence[Row]) -> list[Any]:
         """Of each row those of its query, its positives and its negatives, in fp32, of shape (texts, width). With

@@ -47,12 +47,13 @@ def pooled(hidden: torch.Tensor, mask: torch.Tensor, how: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Embedding:
-    """How the model in a folder embeds texts: by which tokens, what stands before queries, and which kinds of files it
-    takes beside them."""
+    """How the model in a folder embeds texts: by which tokens, what stands before queries (see `prompt_of`), which
+    kinds of files it takes beside them, and how many tokens of a text it reads."""
 
     pooling: str
-    system: str | None = None
+    prompt: str | None = None
     files: tuple[str, ...] = ()
+    longest: int | None = None
 
     def write(self, folder: Path, width: int) -> None:
         """Say so in the words of sentence-transformers."""
@@ -62,13 +63,12 @@ class Embedding:
             {"idx": i, "name": str(i), "path": path, "type": f"{kind}.{name}"} for i, (path, name) in enumerate(names)
         ]
         modes = {f"pooling_mode_{theirs}": ours == self.pooling for ours, theirs in THEIR_NAMES.items()}
-        # With a chat template a prompt is a system message, else it stands in front of a text.
-        prompts = {"query": self.system if self.files else f"{self.system}\n", "document": ""} if self.system else {}
+        prompts = {"query": self.prompt, "document": ""} if self.prompt else {}
         files: dict[str, Any] = {
             MODULES: modules,
             POOLING: {"word_embedding_dimension": width, **modes, "include_prompt": True},
             CONFIG: {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"},
-            TRANSFORMER: {"max_seq_length": None, "do_lower_case": False, **self._of_files()},
+            TRANSFORMER: {"max_seq_length": self.longest, "do_lower_case": False, **self._of_files()},
         }
         for name, content in files.items():
             (folder / name).parent.mkdir(exist_ok=True)
@@ -105,10 +105,13 @@ def embedding_in(folder: Path) -> Embedding | None:
         for file in (folder / CONFIG, folder / TRANSFORMER)
     )
     prompt = (said.get("prompts") or {}).get("query") or None
-    files = files_in(how)
-    if not files:
-        prompt = prompt.removesuffix("\n") if prompt and prompt.endswith("\n") else None
-    return Embedding(pooling, prompt, files)
+    return Embedding(pooling, prompt, files_in(how), how.get("max_seq_length"))
+
+
+def prompt_of(system: str | None, files: tuple[str, ...]) -> str | None:
+    """What stands before queries, of a system message: with a chat template the message itself, else a line in front
+    of a text."""
+    return system if files or not system else f"{system}\n"
 
 
 def files_in(how: dict[str, Any]) -> tuple[str, ...]:

@@ -110,13 +110,14 @@ def resolved(config: SftConfig) -> SftConfig:
 def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     """The token ids of the texts of rows; its `report` says what became of them."""
     from shardproof.data.encoding.embed import MatchEncoder
+    from shardproof.train.embedding.pooling import prompt_of
 
     tokenizer = tokenizer_of(processing)
     if tokenizer.pad_token_id is None:
         raise ConfigError(f"The tokenizer of {config.model} has no token to pad with. Set its pad_token.")
     if tokenizer is processing:
         processing.chat_template = None  # here, and in the model that comes out
-        encoder = MatchEncoder(processing, config.system)
+        encoder = MatchEncoder(processing, prompt_of(config.system, ()))
     else:
         check_options(config)
         encoder = media_encoder(config, processing)
@@ -190,7 +191,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     from shardproof.data.encoding.embed import collate_matches
     from shardproof.data.media.embed import MediaMatchCollator
     from shardproof.train.callbacks import tries_padding
-    from shardproof.train.embedding.pooling import Embedding
+    from shardproof.train.embedding.pooling import Embedding, prompt_of
     from shardproof.train.embedding.trainer import EmbeddingTrainer
 
     config: SftConfig = prepared.config
@@ -205,7 +206,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
         return EmbeddingTrainer(
             model=model,
             data_collator=collator,
-            embedding=Embedding(str(config.pooling), config.system, files),
+            embedding=Embedding(str(config.pooling), prompt_of(config.system, files), files),
             kind=loss_of(config),
             temperature=config.loss_temperature or 1.0,
             **for_sft_trainer(prepared, [*callbacks, *tries_padding(prepared, "Take another model.")]),
