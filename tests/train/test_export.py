@@ -434,6 +434,26 @@ def test_where_tensors_lie_in_a_file_does_not_make_it_another_model(tmp_path: Pa
         assert export(str(run), str(tmp_path / f"out-{labels}")).merged_error is not None
 
 
+def test_layers_that_share_a_weight_cannot_have_adapters_merged(tiny: Path, tmp_path: Path) -> None:
+    """Zamba2 has one block in several places: no weight is what it is with the adapters of each."""
+    from transformers import AutoTokenizer, Zamba2Config, Zamba2ForCausalLM
+
+    from shardproof.errors import ConfigError
+    from shardproof.train.export import export
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
+    mamba = {"mamba_d_state": 8, "mamba_headdim": 8, "n_mamba_heads": 8, "mamba_ngroups": 1, "chunk_size": 16}
+    layers = {"layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3], "attention_head_dim": 16}
+    config = Zamba2Config(vocab_size=len(tokenizer), intermediate_size=48, **sizes, **mamba, **layers)
+    Zamba2ForCausalLM(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    run = adapted(tmp_path / "base", tmp_path / "run", "q_proj", "down_proj")
+    tokenizer.save_pretrained(run)
+    with pytest.raises(ConfigError, match=r"1\.shared_.* and .*3\.shared_.* share one weight, and have adapters of"):
+        export(str(run), str(tmp_path / "out"))
+
+
 def test_adapters_are_no_model(tmp_path: Path) -> None:
     from shardproof.errors import ConfigError
     from shardproof.train.model.loading import check_model_source

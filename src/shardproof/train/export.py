@@ -178,10 +178,15 @@ def _merged(model: Any, ids: Any, rounded: bool) -> tuple[Any, float]:
             value.data = value.data.float()
     before = _logits(model, ids)
     _untie(model)
+    shared = _sharing(model)
     model = model.merge_and_unload(safe_merge=True)
     error = float((_logits(model, ids) - before).abs().max() / before.abs().max())
     if not error <= MERGED:
-        raise ConfigError(f"Merging the adapters changes the logits by {error:.1g} of the largest: they do not fit.")
+        why = "they do not fit"
+        if shared:
+            why = f"{' and '.join(shared)} share one weight, and have adapters of their own. `infer` and PEFT load them"
+            why += " as they are"
+        raise ConfigError(f"Merging the adapters changes the logits by {error:.1g} of the largest: {why}.")
     for name, value in _values(model):
         if rounded and name in own:
             value.data = value.data.to(own[name])
@@ -205,6 +210,16 @@ def _untie(model: Any) -> None:
     for config in (base.config, base.config.get_text_config()):
         config.tie_word_embeddings = False
     base.all_tied_weights_keys = base.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def _sharing(model: Any) -> list[str]:
+    """Two modules with adapters whose weight is one, as that of Zamba's layers; nothing where there are none."""
+    having: dict[int, str] = {}
+    for name, module in model.named_modules():
+        weight = getattr(getattr(module, "base_layer", None), "weight", None)
+        if weight is not None and (first := having.setdefault(id(weight), name)) != name:
+            return [first, name]
+    return []
 
 
 def _values(model: Any) -> Iterator[tuple[str, Any]]:
