@@ -3,7 +3,6 @@ transformers and sentence-transformers after `export`, and goes on from its chec
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -133,8 +132,7 @@ def test_transformers_and_sentence_transformers_give_the_same(done) -> None:
         folder = done[export].folder
         theirs = by_transformers(folder, [prompt + text for text in texts], pooling)
         torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=0)
-        if importlib.util.find_spec("sentence_transformers") is not None:
-            from sentence_transformers import SentenceTransformer
+        from sentence_transformers import SentenceTransformer
 
-            found = SentenceTransformer(str(folder), device="cpu").encode_query(texts, convert_to_tensor=True)
-            torch.testing.assert_close(found, ours, atol=1e-4, rtol=0)
+        found = SentenceTransformer(str(folder), device="cpu").encode_query(texts, convert_to_tensor=True)
+        torch.testing.assert_close(found, ours, atol=1e-4, rtol=0)

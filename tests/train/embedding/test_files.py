@@ -3,7 +3,6 @@ transformers and sentence-transformers embed them."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -177,8 +176,6 @@ def test_what_is_exported_embeds_alike(done: Any, seen: Path) -> None:
 
 
 def test_sentence_transformers_gives_the_same(done: Any, seen: Path) -> None:
-    if importlib.util.find_spec("sentence_transformers") is None:
-        pytest.skip("sentence-transformers is not installed")
     from PIL import Image
     from sentence_transformers import SentenceTransformer
 

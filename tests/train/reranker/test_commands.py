@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -87,11 +86,10 @@ def test_transformers_and_sentence_transformers_give_the_same(done) -> None:
         with torch.no_grad():
             theirs = model.eval()(**texts).logits[:, 0].sigmoid()
         assert line["scores"] == pytest.approx(theirs.tolist(), abs=1e-4)
-        if importlib.util.find_spec("sentence_transformers") is not None:
-            from sentence_transformers import CrossEncoder
+        from sentence_transformers import CrossEncoder
 
-            said = CrossEncoder(str(folder), device="cpu").predict([(query, text) for text in found])
-            assert line["scores"] == pytest.approx(said.tolist(), abs=1e-4)
+        said = CrossEncoder(str(folder), device="cpu").predict([(query, text) for text in found])
+        assert line["scores"] == pytest.approx(said.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ sentence-transformers score them."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -145,8 +144,6 @@ def test_doctor_plans_pairs_with_their_files(done: Any) -> None:
 
 
 def test_sentence_transformers_gives_the_same(done: Any, seen: Path) -> None:
-    if importlib.util.find_spec("sentence_transformers") is None:
-        pytest.skip("sentence-transformers is not installed")
     from PIL import Image
     from sentence_transformers import CrossEncoder
 

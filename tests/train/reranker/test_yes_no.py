@@ -4,7 +4,6 @@ transformers; logits are made of last tokens alone; what cannot be asked so is r
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -217,11 +216,10 @@ def test_transformers_and_sentence_transformers_give_the_same(done) -> None:
                 with torch.no_grad():
                     both = model(**ids).logits[0, -1, [said.yes, said.no]].softmax(-1)
                 assert score == pytest.approx(float(both[0]), abs=1e-4)
-            if importlib.util.find_spec("sentence_transformers") is not None:
-                from sentence_transformers import CrossEncoder
+            from sentence_transformers import CrossEncoder
 
-                theirs = CrossEncoder(str(folder), device="cpu").predict([(query, text) for text in found])
-                assert line["scores"] == pytest.approx(theirs.tolist(), abs=1e-4)
+            theirs = CrossEncoder(str(folder), device="cpu").predict([(query, text) for text in found])
+            assert line["scores"] == pytest.approx(theirs.tolist(), abs=1e-4)
     assert scoring_in(done["early"].folder) == scoring_in(done["merged"].folder)
     assert "1_LogitScore" not in {path.name for path in done["lora"].folder.iterdir()}
     assert (done["lora"].folder / "model" / "1_LogitScore" / "config.json").is_file()
