@@ -564,3 +564,39 @@ def test_a_gradient_that_is_detached_keeps_no_graph(stage, how):
             p.grad = p.grad.detach()
     assert not any(p.grad.sum().requires_grad for p in model.parameters())
     assert not any(flat.grad.requires_grad for flat in model._shardproof.flats)
+
+
+def greatest_with_nan(stage: int) -> list[bool]:
+    """Of gradients with NaN in one element, which any rank may hold: what the norms of the greatest element are."""
+    model = shardproof.shard(nn.Linear(FEATURES, 2 * FEATURES), stage)
+    found = []
+    for row in range(0, 2 * FEATURES, 3):
+        gradient = torch.ones_like(model.weight)
+        gradient[row] = float("nan")
+        model.weight.grad = gradient
+        found.append(model.weight.grad.norm(float("inf")).isnan().item())
+        found.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, float("inf")).isnan().item())
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_greatest_of_elements_is_nan_where_one_of_them_is(run4, stage):
+    assert all(all(found) for found in run4(greatest_with_nan, stage))
+
+
+def unscaled(stage: int) -> None:
+    plain, model = pair(stage)
+    found = []
+    for net in (plain, model):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))  # which makes the scale
+        scaled = [p.grad.norm() for p in net.parameters()]
+        scaler.unscale_(torch.optim.SGD(net.parameters(), 0.1))
+        found.append([*scaled, *(p.grad.norm() for p in net.parameters())])
+    for theirs, ours in zip(*found, strict=True):
+        close(ours, theirs)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_norms_from_before_gradients_are_unscaled_are_not_those_behind(run2, stage):
+    run2(unscaled, stage)

@@ -55,7 +55,8 @@ def _over_ranks(
         first, index = places[0]
         engine.meet("compute norms", (first.index, index))
         if order == float("inf"):
-            engine.comm.largest(norms)
+            found, nan = engine.comm.largest(torch.stack([norms, norms.isnan().to(norms.dtype)]))  # gloo may lose NaN
+            norms = found.masked_fill(nan > 0, torch.nan)
         elif order == 0:
             engine.comm.total_of_shards(norms)
         else:

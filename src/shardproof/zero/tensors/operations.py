@@ -220,6 +220,9 @@ def _unscale(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> No
         torch._amp_foreach_non_finite_check_and_unscale_(here, found, inv_scale.to(device))
         if found is not found_inf:
             found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+    for grad in grads:
+        if isinstance(grad, ShardedTensor):
+            grad.value_changed()
     for engine in by_engine(g for g in grads if isinstance(g, ShardedTensor)):
         engine.meet("unscale gradients")
         engine.comm.largest(found_inf)
