@@ -664,3 +664,22 @@ def kept_view(stage: int, change: str, folder: str) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_who_holds_a_view_keeps_the_values_of_then(run2, tmp_path, stage, change):
     run2(kept_view, stage, change, str(tmp_path))
+
+
+def finished_in_inference_mode(stage: int) -> list[float]:
+    """Gradients that are first looked at where an evaluation looks at them, and reduced in another dtype."""
+    torch.manual_seed(0)
+    precision = shardproof.MixedPrecision(torch.float32, reduce=torch.bfloat16)
+    model = shardproof.shard(Net(), stage, mixed_precision=precision)
+    model(torch.ones(2, FEATURES)).sum().backward()
+    with torch.inference_mode():
+        before = model.head.bias.grad.norm()
+    norm = shardproof.clip_grad_norm_(model, 1e-3)
+    model(torch.ones(2, FEATURES)).sum().backward()
+    return [float(before), float(norm), float(model.head.bias.grad.norm())]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_that_an_evaluation_looks_at_are_clipped_and_grow(run2, stage):
+    for before, _, after in run2(finished_in_inference_mode, stage):
+        assert abs(after - before) < 1e-2 * before

@@ -226,7 +226,7 @@ class Gradients:
         if left and self.engine.deterministic:  # a pass has ended in an exception
             end_pass(self)
             return
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             for flat in left:
                 self._reduce(flat)
 
@@ -266,8 +266,9 @@ class Gradients:
                         hook(flat.params[index])
 
     def come_to_an_end(self) -> None:
-        """All ranks are here: add what is still on its way, and agree on which gradients there are."""
-        with torch.no_grad():
+        """All ranks are here: add what is still on its way, and agree on which gradients there are. What is made of them
+        under `torch.inference_mode` could not be changed outside of it."""
+        with torch.inference_mode(False), torch.no_grad():
             self.comm.words.forget()
             self._drain(0)
             for flat, _ in list(self.lent.values()):
