@@ -219,6 +219,25 @@ def test_what_is_attached_for_a_forward_need_not_be_so_on_all_ranks(run2, stage)
     run2(check_attached_on_some_ranks, stage)
 
 
+def made_where_others_were(stage: int) -> None:
+    """One rank makes modules of its own right where some of the model's have been: Python gives their places away."""
+    torch.manual_seed(0)
+    layers = (layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.Dropout()))
+    model = shardproof.shard(nn.Sequential(*layers), stage)
+    places = [i for i, layer in enumerate(model) if isinstance(layer, nn.Dropout)]
+    for i in places:
+        model[i] = nn.Identity()
+    others = [nn.Linear(2, 2) for _ in range(4 * dist.get_rank())]
+    model(torch.ones(2, 6)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert not any(isinstance(p, type(model[0].weight)) for other in others for p in other.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_may_make_modules_where_some_of_the_model_have_been(run2, stage):
+    run2(made_where_others_were, stage)
+
+
 class Meets(torch.autograd.Function):
     """The sum over the ranks of a group, as those that share rows meet, in forward and in backward."""
 

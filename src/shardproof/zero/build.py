@@ -127,6 +127,7 @@ class Builder:
 
     Attributes:
         attached: whether something is known to be there that no unit has.
+        modules: those of the model, by identity, which Python gives to others when one is gone.
         registered: where modules and parameters were registered in the model since the last look, by module and name.
         lists: the lists of modules, and what they held at the last look.
         kind: the class of the model at the last look.
@@ -137,14 +138,14 @@ class Builder:
         self.engine, self.choice, self.kind = engine, choice, type(engine.model)
         self.attached, self.altered = False, False
         self.registered: list[tuple[nn.Module, str]] = []
-        self.modules: set[int] = set()
+        self.modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self.lists: list[tuple[nn.Module, dict[str, nn.Module | None], int]] = []
         self._watch_registrations()
 
     def for_copy(self, engine: Engine, memo: dict[int, Any]) -> Builder:
         """The builder of a deep copy of the model."""
         copy = Builder(engine, self.choice)
-        copy.modules = {id(deepcopy(m, memo)) for m in self.engine.model.modules()}
+        copy.modules.update((id(m), m) for m in (deepcopy(m, memo) for m in self.engine.model.modules()))
         copy.lists = [(deepcopy(m, memo), {}, 0) for m, _, _ in self.lists]  # which have no children yet
         copy.altered = self.altered
         return copy
@@ -161,7 +162,7 @@ class Builder:
 
     def note(self, module: nn.Module, name: str, value: Any) -> torch.Tensor | None:
         """Something is being registered, anywhere. Returns what is to be registered in its place, or None."""
-        if id(module) in self.modules:
+        if self.modules.get(id(module)) is module:
             self.registered.append((module, name))
             self.altered = True
         elif isinstance(module, (nn.ParameterList, nn.ParameterDict)):
@@ -185,7 +186,7 @@ class Builder:
             inside = [module] if child is None else list(child.modules())
             names = [(m, n) for m in inside for n in m._parameters] if child is not None else [(module, name)]
             self.attached = self.attached or any(self._is_new(m, n) for m, n in names)
-            self.modules.update(map(id, inside))
+            self.modules.update((id(m), m) for m in inside)
         return self.attached
 
     def _is_new(self, module: nn.Module, name: str) -> bool:
@@ -232,7 +233,7 @@ class Builder:
 
     def _remember(self) -> None:
         modules = list(self.engine.model.modules())
-        self.modules = {id(m) for m in modules}
+        self.modules = weakref.WeakValueDictionary((id(m), m) for m in modules)
         self.lists = [_children_of(m) for m in modules if isinstance(m, (nn.ModuleList, nn.Sequential))]
 
     def _classes(self) -> UnitChoice:
