@@ -600,3 +600,27 @@ def unscaled(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_norms_from_before_gradients_are_unscaled_are_not_those_behind(run2, stage):
     run2(unscaled, stage)
+
+
+def copied_inside_of_whole(stage: int) -> None:
+    plain, model = pair(stage)
+    with shardproof.whole(model):
+        found = copy.deepcopy(model), pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    with pytest.raises(EngineError, match="not sharded"):
+        shardproof.stats(found[0])
+    for twin in found:
+        assert {type(p) for p in twin.parameters()} == {nn.Parameter}
+        shardproof.shard(twin, stage)
+    rows = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(5))
+    mine = rows.chunk(2)[dist.get_rank()]
+    for net, x in ((plain, rows), *((twin, mine) for twin in found)):
+        net.zero_grad()
+        net(x).square().mean().backward()
+        torch.optim.SGD(net.parameters(), 0.1).step()
+    for twin in found:
+        close(twin.head.weight.detach().clone(), plain.head.weight)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_copy_that_is_made_inside_of_whole_is_no_sharded_model(run2, stage):
+    run2(copied_inside_of_whole, stage)

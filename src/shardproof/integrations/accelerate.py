@@ -24,6 +24,7 @@ from shardproof.errors import ConfigError
 from shardproof.integrations.prepared import check_processes, filled_up, meeting_first, stepping
 from shardproof.integrations.saved import adapters_of, saved_names, state_dict_of
 from shardproof.integrations.weights import places_of_entries, stream_weights
+from shardproof.zero.checks import has_engine
 
 if TYPE_CHECKING:
     from shardproof import MixedPrecision
@@ -80,7 +81,7 @@ class Accelerator(accelerate.Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Shard `model` in place. It stays the same object of the same class."""
-        if not _is_sharded(model) and not getattr(model, "_is_accelerate_prepared", False):
+        if not has_engine(model) and not getattr(model, "_is_accelerate_prepared", False):
             shardproof.shard(
                 model, self.stage, mixed_precision=self._precision(), device=self.device, **self.shard_options
             )
@@ -112,7 +113,7 @@ class Accelerator(accelerate.Accelerator):
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Backward passes inside do not reduce at stages 0 and 1. At stages 2 and 3 they do, with the same result:
         there a rank holds a slice of the gradients, not the whole of them."""
-        here = _is_sharded(model) and model.__dict__["_shardproof"].stage < 2
+        here = has_engine(model) and model.__dict__["_shardproof"].stage < 2
         with shardproof.no_sync(model) if here else contextlib.nullcontext():
             yield
 
@@ -149,7 +150,7 @@ class Accelerator(accelerate.Accelerator):
     def _meet(self) -> None:
         """A process that gathers cannot lend its slices to one that still computes: wait for all, lending meanwhile."""
         for model in self._models:
-            if _is_sharded(model):
+            if has_engine(model):
                 shardproof.barrier(model)
 
     def gather(self, tensor: Any) -> Any:
@@ -200,7 +201,7 @@ class Accelerator(accelerate.Accelerator):
         """Whole weights on the CPU, on the main process; an empty dict on the others, of a PEFT model what it saves:
         PEFT picks that on all of them. Every process must call it."""
         model = self.unwrap_model(model) if unwrap else model
-        if not _is_sharded(model):
+        if not has_engine(model):
             return super().get_state_dict(model, unwrap)
         weights = shardproof.full_state_dict(model)
         if adapters_of(model):
@@ -222,7 +223,7 @@ class Accelerator(accelerate.Accelerator):
         """
         inner, folder = self.unwrap_model(model), Path(save_directory)
         size = convert_file_size_to_int(max_shard_size)
-        in_parts = safe_serialization and _is_sharded(inner)
+        in_parts = safe_serialization and has_engine(inner)
         if in_parts and stream_weights(inner, folder, size, find=places_of_entries):
             return
         weights = self.get_state_dict(model)
@@ -320,10 +321,6 @@ def _refuse_hook(handler: Any) -> None:
             "shardproof.shard(model, stage, mixed_precision=..., device=accelerator.device) before prepare, "
             "with shardproof.MixedPrecision(compute=torch.float32, reduce=torch.bfloat16)."
         )
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return "_shardproof" in model.__dict__
 
 
 @contextlib.contextmanager

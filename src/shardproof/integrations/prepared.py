@@ -17,6 +17,7 @@ from shardproof.errors import ConfigError
 from shardproof.integrations.pretrained import lend_readers
 from shardproof.models.families.anatomy import anatomy
 from shardproof.zero.build import READER
+from shardproof.zero.checks import has_engine
 from shardproof.zero.comm.world import may_take_long
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def shard_prepared(
     """
     stage, precision = as_wanted(model, stage, precision)
     model._is_accelerate_prepared = True  # type: ignore[assignment]  # a flag beside modules and parameters
-    if "_shardproof" in model.__dict__:
+    if has_engine(model):
         return model
     lend_readers(model)
     known = anatomy(model)

@@ -25,6 +25,7 @@ from shardproof.zero.checks import (
     check_forwards,
     check_memory,
     engine_of,
+    has_engine,
     warn_of_statistics,
 )
 from shardproof.zero.comm.collectives import Collectives
@@ -128,7 +129,7 @@ def shard(
         raise EngineError(f"shard takes a torch.nn.Module, not a {type(model).__name__}.")
     if torch.is_inference_mode_enabled():
         raise EngineError("Call shardproof.shard outside of torch.inference_mode: what is made inside cannot train.")
-    if "_shardproof" in model.__dict__:
+    if has_engine(model):
         raise EngineError(f"This {type(model).__name__} is sharded already. Call shardproof.shard once per model.")
     check_unwrapped(model)
     check_steps(model)

@@ -133,6 +133,11 @@ def check_memory(model: nn.Module) -> None:
         near.append(span)
 
 
+def has_engine(model: nn.Module) -> bool:
+    """Whether `shard` was called on this one itself. Of a copy that was made inside of `whole` it was not."""
+    return model.__dict__.get("_shardproof") is not None
+
+
 def engine_of(model: nn.Module) -> Engine:
     """The engine of a model that is sharded.
 
@@ -148,7 +153,7 @@ def engine_of(model: nn.Module) -> Engine:
 
 def _why_not_sharded(model: nn.Module) -> str:
     kind = type(model).__name__
-    within = [name for name, module in model.named_modules() if "_shardproof" in module.__dict__]
+    within = [name for name, module in model.named_modules() if has_engine(module)]
     if within:
         return (
             f"This {kind} is not sharded, but its '{within[0]}' is: pass that one, or call shardproof.shard once, on "

@@ -380,7 +380,9 @@ class Engine(MakesRoom):
             "shardproof.full_state_dict(model) instead."
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine | None:
+        if self.whole_depth:  # the copy has ordinary parameters, and so it is an ordinary model
+            return None
         if self.gradients.dirty:
             self.gradients.finish()
         self.release_all()

@@ -266,8 +266,8 @@ class Gradients:
                         hook(flat.params[index])
 
     def come_to_an_end(self) -> None:
-        """All ranks are here: add what is still on its way, and agree on which gradients there are. What is made of them
-        under `torch.inference_mode` could not be changed outside of it."""
+        """All ranks are here: add what is still on its way, and agree on which gradients there are. Under inference
+        mode they would be made so that nobody could change them outside of it."""
         with torch.inference_mode(False), torch.no_grad():
             self.comm.words.forget()
             self._drain(0)

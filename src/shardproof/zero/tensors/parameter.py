@@ -334,7 +334,7 @@ class ShardedParameter(ShardedValue, nn.Parameter):
         if id(self) in memo:
             return memo[id(self)]
         engine = self.flat.engine
-        if id(engine.model) in memo:  # the sharded model itself is being copied: the copy is sharded too
+        if id(engine.model) in memo and not engine.whole_depth:  # with its model, whose copy is sharded too
             deepcopy(self.flat, memo)
             return memo[id(self)]
         copy = nn.Parameter(self.whole().detach().clone(), requires_grad=self.flat.requires_grad[self.index])

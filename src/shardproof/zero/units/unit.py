@@ -149,8 +149,8 @@ class Unit:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         copy = memo[id(self)] = Unit(None, self.name, self.index)
-        if self.engine is None or id(self.engine.model) not in memo:
-            return copy  # of a submodule on its own: its parameters become plain, and so its hooks do nothing
+        if self.engine is None or id(self.engine.model) not in memo or self.engine.whole_depth:
+            return copy  # of a submodule, or what is whole: its parameters are plain, and so its hooks do nothing
         copy.engine = deepcopy(self.engine, memo)
         copy.entries = [deepcopy(m, memo) for m in self.entries]
         copy.flats = [deepcopy(f, memo) for f in self.flats]
