@@ -179,3 +179,25 @@ def test_so_does_every_operation_on_lists(run2, stage):
     for checked, found in (differences_of_lists(stage), *run2(differences_of_lists, stage, timeout=300)):
         assert not found
         assert checked > 300
+
+
+def lists_of_other_shapes(stage: int | None) -> list[torch.Tensor]:
+    """What is given beside parameters has another shape than they have, and a factor of its own for each."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    if stage is not None:
+        shardproof.shard(model, stage)
+    params, one, several = list(model.parameters()), torch.full((1,), 0.5), torch.full((2, 1), 2.0)
+    with torch.no_grad():
+        torch._foreach_addcdiv_(params, [several, one], [one, one], [0.5, 0.25])
+        torch._foreach_addcmul_(params, [several, one], [one, one], value=0.5)
+        torch._foreach_maximum_(params, [several, one])
+        torch._foreach_mul_([*params, torch.ones(2)], [several, one, one])
+    return [p.detach().clone() for p in params]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_lists_of_operands_are_spread_over_parameters(run2, stage):
+    expected = lists_of_other_shapes(None)
+    for found in run2(lists_of_other_shapes, stage):
+        torch.testing.assert_close(found, expected)

@@ -179,31 +179,33 @@ def _foreach_in_place(func: Callable[..., Any], name: str, args: Any, kwargs: An
             _check_leaf(target)
             target.before_change()
 
+    def listed(value: Any) -> bool:
+        return isinstance(value, (list, tuple)) and len(value) == len(targets)
+
     def local(value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and len(value) == len(targets):
-            value = [v if isinstance(t, ShardedTensor) else _whole(v, []) for v, t in zip(value, targets, strict=True)]
-            return [
-                _slice_like(v, t) if isinstance(t, ShardedTensor) else v for v, t in zip(value, targets, strict=True)
-            ]
+        if listed(value):
+            pairs = zip(value, targets, strict=True)
+            return [_slice_like(v, t) if isinstance(t, ShardedTensor) else _whole(v, []) for v, t in pairs]
         if isinstance(value, torch.Tensor) and targets:  # one factor for all
             return value.to(targets[0].flat.device if isinstance(targets[0], ShardedTensor) else targets[0].device)
         return value
-
-    def of(value: Any, i: int) -> Any:
-        return value[i] if isinstance(value, (list, tuple)) and len(value) == len(targets) else value
 
     with torch.no_grad():
         try:
             func(*(local(a) for a in args), **{k: local(v) for k, v in kwargs.items()})
         except _NotLocal:
             for i, target in enumerate(targets):
-                rest = [a[i] if isinstance(a, (list, tuple)) else a for a in args[1:]]
-                getattr(target, name.removeprefix("_foreach_"))(*rest, **kwargs)
+                rest = [[a[i]] if listed(a) else a for a in args[1:]]
+                named = {k: [v[i]] if listed(v) else v for k, v in kwargs.items()}
+                value = target.whole().detach().clone() if isinstance(target, ShardedTensor) else target
+                func([value], *_whole(rest, []), **_whole(named, []))
+                if isinstance(target, ShardedTensor):
+                    target.write(value)
             return targets
         for i, target in enumerate(targets):
             if isinstance(target, ShardedTensor):
                 target.value_changed()
-                target.note_written(name, [of(value, i) for value in (*args[1:], *kwargs.values())])
+                target.note_written(name, [v[i] if listed(v) else v for v in (*args[1:], *kwargs.values())])
     return targets
 
 
@@ -220,10 +222,10 @@ def _unscale(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> No
         torch._amp_foreach_non_finite_check_and_unscale_(here, found, inv_scale.to(device))
         if found is not found_inf:
             found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
-    for grad in grads:
-        if isinstance(grad, ShardedTensor):
-            grad.value_changed()
-    for engine in by_engine(g for g in grads if isinstance(g, ShardedTensor)):
+    sharded = [g for g in grads if isinstance(g, ShardedTensor)]
+    for grad in sharded:
+        grad.value_changed()
+    for engine in by_engine(sharded):
         engine.meet("unscale gradients")
         engine.comm.largest(found_inf)
 
@@ -244,10 +246,6 @@ def _set_grad(t: ShardedTensor, value: torch.Tensor | None) -> None:
         return
     with torch._C.DisableTorchFunctionSubclass():
         t.grad = value
-
-
-def _delete_grad(p: ShardedTensor) -> None:
-    _set_grad(p, None)
 
 
 def _get_data(t: ShardedTensor) -> ShardedTensor:
@@ -369,7 +367,7 @@ def _autograd_backward(
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     _descriptor("grad").__get__: _get_grad,
     _descriptor("grad").__set__: _set_grad,
-    _descriptor("grad").__delete__: _delete_grad,
+    _descriptor("grad").__delete__: lambda t: _set_grad(t, None),
     _descriptor("data").__get__: _get_data,
     _descriptor("data").__set__: _set_data,
     _T.detach: _get_data,
