@@ -400,6 +400,37 @@ def test_an_optimizer_made_before_trains_what_stands_in_the_model(run2, held):
             assert losses == pytest.approx(expected, rel=1e-5), stage
 
 
+def list_from_before(stage: int | None, held: str) -> list[float]:
+    """The same, and a list of the parameters is clipped and averaged."""
+    torch.manual_seed(0)
+    model = Net()
+    params = list(model.parameters())
+    kept = [weakref.ref(p) for p in params] if held == "weak reference" else model(torch.ones(2, FEATURES))
+    if stage is not None:
+        shardproof.shard(model, stage)
+    found, average = [], [p.detach().clone() for p in params]
+    optimizer = torch.optim.SGD(params, lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, FEATURES)).square().mean().backward()
+        found.append(torch.nn.utils.clip_grad_norm_(params, 0.1))
+        optimizer.step()
+        torch._foreach_lerp_(average, params, 0.5)
+        found += [mean.norm() for mean in average]
+        average[0].lerp_(params[0].data, 0.5)
+    found += [p.norm() for p in copy.deepcopy(model).parameters()] + [p.norm() for p in copy.deepcopy(params)]
+    del kept
+    return [float(value) for value in found]
+
+
+@pytest.mark.parametrize("held", ["weak reference", "graph"])
+def test_a_list_of_parameters_made_before_is_of_those_in_the_model(run2, held):
+    expected = list_from_before(None, held)
+    for stage in (0, 3):
+        for found in (list_from_before(stage, held), *run2(list_from_before, stage, held)):
+            assert found == pytest.approx(expected, rel=1e-5), stage
+
+
 def hooked_after_accumulation(stage: int | None) -> tuple[int, list[float]]:
     torch.manual_seed(0)
     model, calls = Net(), []

@@ -15,7 +15,7 @@ from torch.nn.modules import module as nn_module
 from torch.nn.parameter import UninitializedParameter
 
 from shardproof.errors import EngineError
-from shardproof.zero.optim.state import BECAME
+from shardproof.zero.optim.state import Replaced
 from shardproof.zero.ranks.alike import check_alike
 from shardproof.zero.schedule.engine import Engine
 from shardproof.zero.tensors.parameter import ShardedParameter, ShardedValue
@@ -353,9 +353,9 @@ class Builder:
         try:
             torch.utils.swap_tensors(p, made)
             result: ShardedParameter = p  # type: ignore[assignment]
-        except RuntimeError:  # somebody holds the old tensor (a graph, a weak reference): only the model changes
+        except RuntimeError:  # see `Replaced`
             result = made
-            p.__dict__[BECAME] = result
+            p.__class__, p.__dict__["became"] = Replaced, result
         flat.params[index] = result
         if flat.requires_grad[index]:
             result.listen()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from copy import deepcopy
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from shardproof.errors import EngineError
 from shardproof.zero.tensors.parameter import ShardedParameter, in_the_model
@@ -18,16 +21,30 @@ from shardproof.zero.tensors.parameter import ShardedParameter, in_the_model
 SCALARS = "step", "mu_product", "eta", "mu"
 
 
-# Of a parameter that could not be exchanged itself: what stands in its place in the model.
-BECAME = "_shardproof_became"
+class Replaced(nn.Parameter):
+    """A parameter from before the cut that something held (a graph, a weak reference), so that it could not be
+    exchanged itself. What is done with it, in lists of the user's, is done with what stands in its place."""
+
+    became: ShardedParameter
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_map_only(Replaced, lambda p: p.became, (args, kwargs or {}))
+        return func(*given[0], **given[1])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deepcopy(self.became, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.became.__reduce_ex__(protocol)
 
 
 def exchange_replaced(optimizer: Optimizer) -> None:
     """Give an optimizer that was made before the cut what stands in the model now, and the state to it."""
     for group in optimizer.param_groups:
         for i, p in enumerate(group["params"]):
-            if (new := getattr(p, BECAME, None)) is not None:
-                group["params"][i] = new
+            if isinstance(p, Replaced):
+                new = group["params"][i] = p.became
                 if p in optimizer.state:
                     optimizer.state[new] = optimizer.state.pop(p)
 
