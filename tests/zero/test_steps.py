@@ -528,3 +528,34 @@ def left_by_forwards(stage: int) -> int:
         model(torch.ones(2, FEATURES)).sum()
     gc.collect()
     return sum(output() is not None for output in seen)
+
+
+class DecaysInGradients(torch.optim.SGD):
+    """As many optimizers do: weight decay is added to the gradient itself."""
+
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            p.grad.add_(p, alpha=0.5)
+        return super().step(closure)
+
+
+def norms_around_a_step(stage: int | None) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    if stage is not None:
+        shardproof.shard(model, stage)
+    optimizer = DecaysInGradients(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3)).square().mean().backward()
+    before = [p.grad.norm() for p in model.parameters()]
+    optimizer.step()
+    return [float(norm) for norm in (*before, *(p.grad.norm() for p in model.parameters()))]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_norms_behind_a_step_are_of_what_it_has_made_of_gradients(run2, stage):
+    expected = norms_around_a_step(None)
+    for found in (norms_around_a_step(stage), *run2(norms_around_a_step, stage)):
+        assert found == pytest.approx(expected, rel=1e-5)

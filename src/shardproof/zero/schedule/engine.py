@@ -372,6 +372,7 @@ class Engine(MakesRoom):
         self.count_residents()
         self.current = (-1, False)
         self.gradients.updated = True
+        self.gradients.generation += 1  # an optimizer may write to gradients, too
         self.leave_inference()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
