@@ -90,7 +90,7 @@ class Collectives:
         self.group, self.device, self.pool = group, device, BufferPool(device)
         self._spare = BufferPool(device)  # of a thread
         self._second_leg: torch.Stream | None = None
-        self.shard_group, self.replicate_group = shard_group, replicate_group
+        self.shard_group = shard_group
         there = dist.is_available() and dist.is_initialized()
         self.size = dist.get_world_size(group) if there else 1
         self.rank = dist.get_rank(group) if there else 0
