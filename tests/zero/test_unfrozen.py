@@ -84,3 +84,17 @@ def with_buffers(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_buffers_that_rank_0_has_loaded_are_those_of_all(run2, stage):
     run2(with_buffers, stage)
+
+
+def rows_before(stage: int) -> list[float]:
+    """Rows of a frozen matrix in half precision are filled in, and then it is trained."""
+    model = nn.Linear(3, 4, bias=False).to(torch.bfloat16).requires_grad_(False)
+    shardproof.shard(model, stage, mixed_precision=torch.bfloat16)
+    model.weight.data[1:3].fill_(2)
+    model.weight.requires_grad_(True)
+    return [*model.weight[:, 0].tolist()[1:3], *shardproof.full_state_dict(model, False)["weight"][1:3, 2].tolist()]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_rows_that_were_filled_in_before_stay_so(run2, stage):
+    assert run2(rows_before, stage) == [[2.0] * 4] * 2

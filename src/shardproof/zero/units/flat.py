@@ -252,6 +252,7 @@ class Flat(Accumulated):
         master = self.engine.master_dtype(self.shard.dtype, flag)
         stays = self.home is not None or self.find_home() is None  # what was trained at home stays there
         if master != self.shard.dtype or not stays:
+            self.before_change()
             self.home = self.home or self.find_home()
             self.set_shard(self.settled(self.shard, master))
             self.grad_dtype = self.engine.reduce_dtype(self)
