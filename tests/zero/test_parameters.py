@@ -624,3 +624,18 @@ def copied_inside_of_whole(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_copy_that_is_made_inside_of_whole_is_no_sharded_model(run2, stage):
     run2(copied_inside_of_whole, stage)
+
+
+def copied_behind_an_edit(stage: int, precision: torch.dtype | None) -> list[float]:
+    found: list[float] = []
+    for model in (nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2))):
+        shardproof.shard(model, stage, mixed_precision=precision)
+        next(model.parameters()).data[1].fill_(2)
+        found += next(copy.deepcopy(model).parameters())[1].tolist() + next(model.parameters())[1].tolist()
+    return found
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_copy_has_what_was_written_through_views_before(run2, stage, precision):
+    assert run2(copied_behind_an_edit, stage, precision) == [[2.0] * 12] * 2

@@ -260,6 +260,8 @@ class Flat(Accumulated):
             self.version += 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Flat:
+        self.engine.copies.take_in_values()
+        self.engine.absorb_edits(self)
         copy = object.__new__(Flat)
         memo[id(self)] = copy
         copy.__dict__.update(self.__dict__)
