@@ -294,3 +294,31 @@ def test_an_average_of_a_model_that_is_frozen_in_part(run4, stage, by_list):
     for found in run4(average_of_more, stage, by_list):
         for got, want in zip(found, wanted, strict=True):
             torch.testing.assert_close(got, want)
+
+
+def lent_behind_an_edit(held: bool) -> list[list[float]]:
+    """All ranks edit through a view, and one alone computes: with what the others lend."""
+    torch.manual_seed(0)
+    model = shardproof.shard(Clamped(), 3, units=[nn.Linear], inference_memory=0)
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    views = [weight.data.view(-1) for weight in weights]
+    if not held:
+        views.clear()
+    for i, weight in enumerate(weights):
+        (views[i] if held else weight.data.view(-1)).fill_(0.1)
+    found = []
+    for _ in range(3 if dist.get_rank() == 0 else 0):
+        with torch.no_grad():
+            found.append(model(batch(99, 0)).sum(1).tolist())
+    shardproof.barrier(model)
+    values = shardproof.full_state_dict(model, rank0_only=False)
+    plain = Clamped()
+    plain.load_state_dict(values)
+    return [*found, plain(batch(99, 0)).sum(1).tolist()]
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_what_is_lent_has_what_was_written_through_views(run2, held):
+    alone, _ = run2(lent_behind_an_edit, held)
+    for found in alone:
+        assert found == pytest.approx(alone[-1])

@@ -184,6 +184,7 @@ class TakesTurns:
             if operation % 2:
                 self.gradients.lend(flat)
             else:
+                flat.take_in_edits()
                 whole = self.pool.take(flat.numel, flat.dtype)
                 pending = flat.gather(whole, self.tag(operation))
                 self.wait(pending, operation)

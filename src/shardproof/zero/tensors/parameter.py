@@ -204,8 +204,7 @@ class ShardedValue(ShardedTensor):
     def local(self) -> torch.Tensor:
         if self.own is not None:
             return self.own
-        self.flat.engine.copies.take_in_values()
-        self.flat.engine.absorb_edits(self.flat)
+        self.flat.take_in_edits()
         return self.flat.locals[self.index]
 
     def whole(self) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from shardproof.errors import StaleWeightsError
-from shardproof.zero.autograd import unshard
+from shardproof.zero.autograd import in_backward, unshard
 from shardproof.zero.comm.pending import Pending
 from shardproof.zero.device import address_of, storage_uses
 from shardproof.zero.tensors.parameter import ShardedParameter
@@ -118,6 +118,13 @@ class Flat(Accumulated):
             own = self._own_uses + gathered + self.standing.uses_of(self.kept)
             if storage_uses(self.kept.untyped_storage()) > own:
                 self.place(self.shard)
+
+    def take_in_edits(self) -> None:
+        """The values are about to be read: take in what was written through views. Of those of a buffer that was
+        dropped, graphs would be told as of any change: not in the middle of a backward pass."""
+        if not in_backward():
+            self.engine.copies.take_in_values()
+        self.engine.absorb_edits(self)
 
     def buffer(self) -> torch.Tensor:
         """Where to gather: a tensor with a version of its own, as somebody may hold views of the last one."""
@@ -260,8 +267,7 @@ class Flat(Accumulated):
             self.version += 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Flat:
-        self.engine.copies.take_in_values()
-        self.engine.absorb_edits(self)
+        self.take_in_edits()
         copy = object.__new__(Flat)
         memo[id(self)] = copy
         copy.__dict__.update(self.__dict__)
