@@ -71,7 +71,7 @@ def test_of_other_models_everything_is_saved() -> None:
 
 
 def save_where_one_rank_ran_less(folder: str) -> list[str]:
-    """The last step of rank 1 leaves out a layer: what is frozen in it is there on rank 0 alone."""
+    """Rank 0 computes once more: what is frozen is there on it alone."""
     from safetensors import safe_open
     from transformers import Trainer, TrainingArguments
 
@@ -79,15 +79,17 @@ def save_where_one_rank_ran_less(folder: str) -> list[str]:
 
     model = peft_model(["down_proj"])
     layers = model.get_base_model().model.layers
-    if rank := torch.distributed.get_rank():
-        model.get_base_model().model.config.num_hidden_layers = 1
     rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 2
     args = TrainingArguments(
         output_dir=folder, max_steps=1, per_device_train_batch_size=1, use_cpu=True, save_strategy="no", report_to=[]
     )
     trainer = sharded(Trainer)(model=model, args=args, train_dataset=rows, stage=3)
     trainer.train()
-    assert [p.flat.fresh for p in layers[1].parameters() if not p.requires_grad][:1] == [rank == 0]
+    if torch.distributed.get_rank() == 0:
+        with torch.no_grad():
+            for _ in range(2):  # from the second pass in a row on, they stay
+                model(input_ids=torch.tensor([[1, 2, 3, 4]]))
+        assert all(p.flat.fresh for p in layers[1].parameters() if not p.requires_grad)
     trainer.save_model(folder)
     torch.distributed.barrier()  # which is none of the engine's: nobody lends there
     with safe_open(f"{folder}/adapter_model.safetensors", "pt") as file:
