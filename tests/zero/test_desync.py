@@ -24,14 +24,6 @@ def meets_its_end(step):
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "raise":
         raise ValueError("a bad batch")
-    if what == "raise, and look at gradients on the way out":  # as a launcher's clean-up does
-        try:
-            raise ValueError("a bad batch")
-        except ValueError:
-            model.float().zero_grad()
-            model(torch.randn(2, 16)).square().mean().backward()
-            print(next(model.parameters()).grad.norm())
-            raise
     if what == "barrier":
         dist.barrier()
     if what == "broadcast of a parameter":
@@ -47,6 +39,14 @@ def meets_its_end(step):
         sys.exit(0)
     if what == "busy":
         time.sleep(3 * patience)
+    if what == "raise, and look at gradients on the way out":  # as a launcher's clean-up does
+        try:
+            raise ValueError("a bad batch")
+        except ValueError:
+            model.float().zero_grad()
+            model(torch.randn(2, 16)).square().mean().backward()
+            print(next(model.parameters()).grad.norm())
+            raise
 
 what, patience, stage = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 dist.init_process_group("gloo")
