@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -434,12 +435,14 @@ def test_where_tensors_lie_in_a_file_does_not_make_it_another_model(tmp_path: Pa
         assert export(str(run), str(tmp_path / f"out-{labels}")).merged_error is not None
 
 
-def test_layers_that_share_a_weight_cannot_have_adapters_merged(tiny: Path, tmp_path: Path) -> None:
+def test_layers_that_share_a_weight_cannot_have_adapters_merged(tiny: Path, tmp_path: Path, caplog) -> None:
     """Zamba2 has one block in several places: no weight is what it is with the adapters of each."""
     from transformers import AutoTokenizer, Zamba2Config, Zamba2ForCausalLM
 
     from shardproof.errors import ConfigError
+    from shardproof.train.adapters.adding import check_named_parts
     from shardproof.train.export import export
+    from shardproof.train.options.config import SftConfig
 
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -452,6 +455,11 @@ def test_layers_that_share_a_weight_cannot_have_adapters_merged(tiny: Path, tmp_
     tokenizer.save_pretrained(run)
     with pytest.raises(ConfigError, match=r"1\.shared_.* and .*3\.shared_.* share one weight, and have adapters of"):
         export(str(run), str(tmp_path / "out"))
+    told = r"1\.shared_.*q_proj and .*3\.shared_.*q_proj share one weight and get adapters of their own"
+    for targets, count in ((["q_proj"], 1), (["in_proj"], 0)):
+        caplog.clear()
+        check_named_parts(str(tmp_path / "base"), SftConfig(model="m", tuner="lora", target_modules=targets))
+        assert len(re.findall(told, caplog.text)) == count
 
 
 def test_adapters_are_no_model(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from shardproof.plugins import Plugins
 from shardproof.train.adapters.adding import with_adapters
 from shardproof.train.adapters.beginning import begin_adapters, check_begun
 from shardproof.train.adapters.begun import load_beside_reference
+from shardproof.train.adapters.targets import sharing
 from shardproof.train.answers.loaded import loaded_as, model_folder, on_base, tell_lacking
 from shardproof.train.embedding import recipe as embedding
 from shardproof.train.embedding.pooling import Embedding, embedding_in, prompt_of
@@ -178,7 +179,8 @@ def _merged(model: Any, ids: Any, rounded: bool) -> tuple[Any, float]:
             value.data = value.data.float()
     before = _logits(model, ids)
     _untie(model)
-    shared = _sharing(model)
+    wrapped = ((name, m.base_layer) for name, m in model.named_modules() if hasattr(m, "base_layer"))
+    shared = sharing(wrapped)
     model = model.merge_and_unload(safe_merge=True)
     error = float((_logits(model, ids) - before).abs().max() / before.abs().max())
     if not error <= MERGED:
@@ -210,16 +212,6 @@ def _untie(model: Any) -> None:
     for config in (base.config, base.config.get_text_config()):
         config.tie_word_embeddings = False
     base.all_tied_weights_keys = base.get_expanded_tied_weights_keys(all_submodels=True)
-
-
-def _sharing(model: Any) -> list[str]:
-    """Two modules with adapters whose weight is one, as that of Zamba's layers; nothing where there are none."""
-    having: dict[int, str] = {}
-    for name, module in model.named_modules():
-        weight = getattr(getattr(module, "base_layer", None), "weight", None)
-        if weight is not None and (first := having.setdefault(id(weight), name)) != name:
-            return [first, name]
-    return []
 
 
 def _values(model: Any) -> Iterator[tuple[str, Any]]:

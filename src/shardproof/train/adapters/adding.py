@@ -12,7 +12,7 @@ from shardproof.models.families.family import CAUSAL
 from shardproof.plugins import load
 from shardproof.train.adapters.beginning import check_layers_begin, in_words_of_peft
 from shardproof.train.adapters.begun import with_trained_adapters
-from shardproof.train.adapters.targets import ALL, check_wrapped, places_of, stacks_of, tell_of_left_out
+from shardproof.train.adapters.targets import ALL, check_wrapped, places_of, stacks_of, tell_of_left_out, tell_of_shared
 from shardproof.train.model.balance import check_balance
 from shardproof.train.model.lacking import without_lacking
 from shardproof.train.model.loading import first_line, load_model, registered_model
@@ -81,6 +81,7 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
             check_kept(model, config.modules_to_save)
         check_wrapped(places, config)
         check_layers_begin(model, places, config)
+        tell_of_shared(model, places)
         if config.target_modules == ALL:
             tell_of_left_out(model, places, chosen, whole)
     idle = None if kind == CAUSAL else head_for_words(model)  # nobody asks for words

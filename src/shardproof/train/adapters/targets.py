@@ -362,3 +362,25 @@ def tell_of_left_out(model: Any, places: Places, parts: Sequence[str], whole: Se
             " --target-parameters %s; to leave them out without a word, name layers in --target-modules.",
             " ".join(left),
         )
+
+
+def sharing(modules: Iterable[tuple[str, Any]]) -> list[str]:
+    """Two of these modules, by name, whose weight is one, as those of Zamba's blocks; nothing where there are none."""
+    having: dict[int, str] = {}
+    for name, module in modules:
+        weight = getattr(module, "weight", None)
+        if weight is not None and (first := having.setdefault(id(weight), name)) != name:
+            return [first, name]
+    return []
+
+
+def tell_of_shared(model: Any, places: Places) -> None:
+    """Warn of adapters that no merge takes into their weight: each of its places has others."""
+    head = model.get_output_embeddings()  # which parts from the embedding when it is merged
+    reached = ((name, model.get_submodule(name)) for name in layers_of(places, model))
+    if shared := sharing((name, module) for name, module in reached if module is not head):
+        log.warning(
+            "%s share one weight and get adapters of their own, which `export` cannot merge: `infer` and PEFT load them"
+            " as they are. To merge the rest, leave such layers out of --target-modules.",
+            " and ".join(shared),
+        )
