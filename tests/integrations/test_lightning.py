@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from integrations.test_moving_from_fsdp import scripts
+
 pytest.importorskip("pytorch_lightning")
 
-PAGE = Path(__file__).parents[2] / "docs" / "moving-from-fsdp.md"
 WIDTH, ROWS = 16, 48
 
 
@@ -25,9 +25,7 @@ def strategy(stage: int) -> Any:
     """As the page has it."""
     from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 
-    (code,) = (
-        block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "DDPStrategy" in block
-    )
+    (code,) = (script for script in scripts() if "DDPStrategy" in script)
     names: dict[str, Any] = {}
     exec(code, names)
     return names["Sharded"](stage, cluster_environment=TorchElasticEnvironment())
