@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shardproof.checkpoint.manifest import MANIFEST
+from shardproof.data.encoding.embed import prompt_of
 from shardproof.errors import ConfigError
 from shardproof.integrations.saved import readable_as_the_rest
 from shardproof.models.forward import without_adapters
@@ -31,7 +32,7 @@ from shardproof.train.adapters.begun import load_beside_reference
 from shardproof.train.adapters.targets import sharing
 from shardproof.train.answers.loaded import loaded_as, model_folder, on_base, tell_lacking
 from shardproof.train.embedding import recipe as embedding
-from shardproof.train.embedding.pooling import Embedding, embedding_in, prompt_of
+from shardproof.train.embedding.pooling import Embedding, embedding_in
 from shardproof.train.folder import ADAPTER, BASE, CONFIG, MODEL, base_of, recorded_in, tell_other_weights
 from shardproof.train.model.changes import changed_by, grow, stretching
 from shardproof.train.model.loading import (

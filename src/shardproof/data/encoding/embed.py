@@ -68,6 +68,12 @@ def at_length(row: Row) -> Row:
     return replace(row, messages=[turn for turns in turns_of(row) for turn in turns])
 
 
+def prompt_of(system: str | None, files: tuple[str, ...]) -> str | None:
+    """What stands before queries, of a system message: with a chat template the message itself, else a line in front
+    of a text."""
+    return system if files or not system else f"{system}\n"
+
+
 class MatchEncoder(LabelledEncoder):
     """Rows to the token ids of their texts: the query, its positives, its negatives."""
 

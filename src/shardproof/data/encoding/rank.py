@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from shardproof.data.encoding.embed import OF_TEXT, MatchEncoder, names_files, texts_of
+from shardproof.data.encoding.embed import OF_TEXT, MatchEncoder, names_files, prompt_of, texts_of
 from shardproof.data.encoding.encode import Truncation, collate
 from shardproof.data.encoding.labelled import cut
 from shardproof.data.forms.formats import with_system
@@ -30,7 +30,7 @@ class PairEncoder(MatchEncoder):
     """Rows to the token ids of the query with each of its positives and negatives."""
 
     def __init__(self, tokenizer: Any, system: str | None = None) -> None:
-        super().__init__(tokenizer, f"{system}\n" if system else None)
+        super().__init__(tokenizer, prompt_of(system, ()))
         self._before_queries = system
         self._opening, self._dividing, self._closing = _pair_marks(tokenizer)
         self.typed = "token_type_ids" in tokenizer.model_input_names

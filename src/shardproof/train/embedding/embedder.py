@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardproof.data.encoding.embed import MatchEncoder
+from shardproof.data.encoding.embed import MatchEncoder, prompt_of
 from shardproof.data.encoding.encode import collate
 from shardproof.data.encoding.labelled import longest_of
 from shardproof.data.forms.matches import LABEL, NEGATIVE, POSITIVE, Matches
@@ -16,7 +16,7 @@ from shardproof.errors import ConfigError
 from shardproof.models.loading.classes import load_body
 from shardproof.train.answers.loaded import Loaded, with_files
 from shardproof.train.answers.rows import write_lines
-from shardproof.train.embedding.pooling import Embedding, pooled, prompt_of
+from shardproof.train.embedding.pooling import Embedding, pooled
 from shardproof.train.options.config import SftConfig
 from shardproof.train.rows.media import files_taken, media_limits
 

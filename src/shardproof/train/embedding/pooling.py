@@ -47,8 +47,8 @@ def pooled(hidden: torch.Tensor, mask: torch.Tensor, how: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Embedding:
-    """How the model in a folder embeds texts: by which tokens, what stands before queries (see `prompt_of`), which
-    kinds of files it takes beside them, and how many tokens of a text it reads."""
+    """How the model in a folder embeds texts: by which tokens, what stands before queries (see `prompt_of`, where texts
+    are encoded), which kinds of files it takes beside them, and how many tokens of a text it reads."""
 
     pooling: str
     prompt: str | None = None
@@ -106,12 +106,6 @@ def embedding_in(folder: Path) -> Embedding | None:
     )
     prompt = (said.get("prompts") or {}).get("query") or None
     return Embedding(pooling, prompt, files_in(how), how.get("max_seq_length"))
-
-
-def prompt_of(system: str | None, files: tuple[str, ...]) -> str | None:
-    """What stands before queries, of a system message: with a chat template the message itself, else a line in front
-    of a text."""
-    return system if files or not system else f"{system}\n"
 
 
 def files_in(how: dict[str, Any]) -> tuple[str, ...]:

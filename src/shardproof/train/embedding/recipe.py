@@ -109,8 +109,7 @@ def resolved(config: SftConfig) -> SftConfig:
 
 def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     """The token ids of the texts of rows; its `report` says what became of them."""
-    from shardproof.data.encoding.embed import MatchEncoder
-    from shardproof.train.embedding.pooling import prompt_of
+    from shardproof.data.encoding.embed import MatchEncoder, prompt_of
 
     tokenizer = tokenizer_of(processing)
     if tokenizer.pad_token_id is None:
@@ -188,10 +187,10 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
 
     Returns: the signal that ended training, or 0.
     """
-    from shardproof.data.encoding.embed import collate_matches
+    from shardproof.data.encoding.embed import collate_matches, prompt_of
     from shardproof.data.media.embed import MediaMatchCollator
     from shardproof.train.callbacks import tries_padding
-    from shardproof.train.embedding.pooling import Embedding, prompt_of
+    from shardproof.train.embedding.pooling import Embedding
     from shardproof.train.embedding.trainer import EmbeddingTrainer
 
     config: SftConfig = prepared.config
