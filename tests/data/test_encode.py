@@ -11,6 +11,7 @@ import torch
 import trl
 
 from shardproof.data.encoding import encode
+from shardproof.data.encoding.beside import telling
 from shardproof.data.encoding.encode import IGNORE, collate, encode_rows
 from shardproof.data.encoding.learnt import past_empty_thoughts
 from shardproof.data.encoding.template import Template, set_template
@@ -492,10 +493,17 @@ def test_processes_encode_the_same(tokenizer, many, truncation, monkeypatch):
     tokenizer.chat_template = PLAIN_CHATML
     found, state = [], torch.get_rng_state()
     for workers in (0, 2):
-        rows = read_rows([many])
-        dataset = encode_rows(
-            rows, tokenizer, max_length=60, truncation=truncation, bad_rows="skip", workers=workers, loss="last_round"
-        )
+        rows, heard = read_rows([many]), []
+        with telling(lambda *told, heard=heard: heard.append(told)):
+            dataset = encode_rows(
+                *(rows, tokenizer),
+                max_length=60,
+                truncation=truncation,
+                bad_rows="skip",
+                loss="last_round",
+                workers=workers,
+            )
+        assert [done for done, _ in heard] == list(range(1, heard[0][1] + 1))
         found.append((dataset[:], dataset.report, [str(bad) for bad in rows.skipped]))
     assert found[0] == found[1]
     assert state.equal(torch.get_rng_state())

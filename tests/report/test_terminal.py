@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import pty
 import sys
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from report.folders import record
 from shardproof.report import terminal
-from shardproof.report.terminal import Lines, resources, size, view
+from shardproof.report.terminal import Lines, Share, resources, size, view
 
 SAMPLE = {"step": 1, "prompt": "two?", "completion": "[b]2[/b]", "rewards": {"right": 1.0, "quiet": None}}
 
@@ -61,19 +62,14 @@ def test_bytes_are_told_in_three_digits(value: float, told: str) -> None:
     assert size(value) == told
 
 
-def test_on_a_terminal_a_bar_and_the_numbers_of_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
+def on_a_terminal(work: Callable[[], None]) -> str:
+    """What a process writes there that does some work."""
     pid, terminal = pty.fork()
     if not pid:
         try:
-            sys.stdout = os.fdopen(1, "w")  # and not what pytest has put there
-            bar = view()
-            bar.begin(20)
-            bar.logged(record(7))
-            bar.generated(SAMPLE)
-            bar.logged({"step": 7, "eval_loss": 2.5})
-            bar.end()
+            os.environ |= {"TERM": "xterm", "COLUMNS": "120"}
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # and not what pytest has put there
+            work()
         finally:
             os._exit(0)
     said = b""
@@ -83,9 +79,56 @@ def test_on_a_terminal_a_bar_and_the_numbers_of_the_last_step(tmp_path: Path, mo
     except OSError:  # the other end is closed
         pass
     os.waitpid(pid, 0)
-    text = said.decode()
+    return said.decode()
+
+
+def test_on_a_terminal_a_bar_and_the_numbers_of_the_last_step() -> None:
+    def work() -> None:
+        bar = view()
+        bar.begin(20)
+        bar.logged(record(7))
+        bar.generated(SAMPLE)
+        bar.logged({"step": 7, "eval_loss": 2.5})
+        bar.end()
+
+    text = on_a_terminal(work)
     assert "7/20" in text
     assert "loss 3.52344  gradient norm 1.5  4,000 tokens/s" in text
     assert "memory 1 MB + 1.5 MB  gathered 64 kB  reduced 32 kB  waited 10 %" in text
     assert "[b]2[/b]" in text
     assert "evaluation loss 2.50000" in text
+
+
+def test_long_work_says_how_much_of_it_is_done(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line now and then, ever more rarely; work that begins anew is timed anew."""
+    clock = SimpleNamespace(perf_counter=lambda: 0.0)
+    monkeypatch.setattr(terminal, "time", clock)
+    with Share("encoding rows") as told, Share("answered", shown=False) as other:
+        for second in range(1, 401):
+            clock.perf_counter = lambda second=second: float(second)
+            told(second, 400)
+            other(second, 400)
+        said = capsys.readouterr()
+        told(1, 40)  # the rows to evaluate on
+        clock.perf_counter = lambda: 429.0
+        told(21, 40)
+    lines = said.err.splitlines()
+    assert not said.out
+    assert lines[:2] == ["encoding rows: 3 %  6:29 left", "encoding rows: 5 %  6:19 left"]
+    assert 15 < len(lines) < 30
+    assert "100 %" not in lines[-1]
+    assert capsys.readouterr().err == "encoding rows: 52 %  0:28 left\n"
+
+
+def test_on_a_terminal_long_work_shows_a_bar() -> None:
+    """Work that takes no time shows none."""
+
+    def work(quiet: float) -> None:
+        with Share("encoding rows", quiet=quiet) as told:
+            for done in (1, 2, 3):
+                told(done, 3)
+
+    assert "encoding rows" in on_a_terminal(partial(work, 0.0))
+    assert on_a_terminal(partial(work, 60.0)) == ""

@@ -37,19 +37,15 @@ def answer(
 
 def follow(rounds: Iterator[tuple[int, int, Sequence[Any]]], first: bool, file: Path) -> None:
     """Have all rows answered, and say on the `first` rank how far it is, and what came of it."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     from shardproof.data.rows import SHOWN
+    from shardproof.report.terminal import Share
 
-    shown = Console(stderr=True)
     done = 0
     bad: Sequence[Any] = ()
-    with Progress(console=shown, disable=not (first and shown.is_terminal), transient=True) as progress:
-        task = progress.add_task("answered")
+    with Share("answered", shown=first) as told:
         for done, total, left_out in rounds:
             bad = left_out
-            progress.update(task, completed=done, total=total)
+            told(done, total)
     if first:
         print(f"answers: {file} ({done:,} rows)", flush=True)
         if bad:

@@ -172,13 +172,17 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
 
 
 def _prepare(config: RunConfig, world_size: int, forking: bool) -> Prepared:
+    from shardproof.data.encoding.beside import telling
+    from shardproof.report.terminal import Share
+
     config, recipe = with_rows_a_step(config, world_size), recipe_of(config)
     rows = recipe.read(config)  # a bad row is told before torch is there
     _say_plan(config, recipe.check(config, world_size), *rows)
     if forking:
         use_threads(1)  # a pool of OpenMP threads does not survive a fork
     after_imports(config.verbose)
-    return recipe.prepare(config, world_size, *rows)
+    with Share("encoding rows") as told, telling(told):
+        return recipe.prepare(config, world_size, *rows)
 
 
 def work(prepared: Prepared, signals: Sequence[int]) -> int:

@@ -49,6 +49,15 @@ def read_rows(config: Config, checks: list[Check]) -> tuple[Any, Any]:
     return rows, held_out
 
 
+def _encoded(config: Config, rows: Any, processing: Any) -> Any:
+    from shardproof.data.encoding.beside import telling
+    from shardproof.report.terminal import Share
+
+    recipe: Any = recipe_of(config)
+    with Share("encoding rows") as told, telling(told):
+        return recipe.encode(config.model_copy(update={"bad_rows": "skip"}), rows, processing)
+
+
 def encoded_rows(config: Config, batch: Batch, rows: Any, processing: Any, checks: list[Check]) -> Any:
     """The encoded rows, or None."""
     from shardproof.data.encoding.template import set_template
@@ -56,7 +65,6 @@ def encoded_rows(config: Config, batch: Batch, rows: Any, processing: Any, check
     from shardproof.train.model.loading import tokenizer_of
     from shardproof.train.rows.media import check_spoken, media_limits
 
-    recipe: Any = recipe_of(config)
     tokenizer, leave_out, known = tokenizer_of(processing), config.bad_rows == "skip", len(rows.skipped)
     checks += data_checks.special_tokens(tokenizer)
     count, lost = data_checks.lost_files(data_checks.with_all_files(rows, config), media_limits(config, processing))
@@ -65,7 +73,7 @@ def encoded_rows(config: Config, batch: Batch, rows: Any, processing: Any, check
         set_template(processing, config.chat_template, config.template_variables)
         if not isinstance(config, RlhfDoctorConfig):
             check_spoken(config, rows)
-        encoded = recipe.encode(config.model_copy(update={"bad_rows": "skip"}), rows, processing)
+        encoded = _encoded(config, rows, processing)
     except (ConfigError, DataError) as error:
         checks += data_checks.not_encoded(error)
         return None
@@ -92,13 +100,12 @@ def held_out_rows(config: Config, source: str, rows: Any, processing: Any) -> li
     from shardproof.doctor.checks import data_checks
     from shardproof.train.rows.media import media_limits
 
-    recipe: Any = recipe_of(config)
     leave_out, known = config.bad_rows == "skip", len(rows.skipped)
     count, lost = data_checks.lost_files(data_checks.with_all_files(rows, config), media_limits(config, processing))
     try:
         if isinstance(config, RlhfDoctorConfig) and config.rlhf_type in REWARDED:
             check_columns_of(config, rows)
-        encoded = recipe.encode(config.model_copy(update={"bad_rows": "skip"}), rows, processing)
+        encoded = _encoded(config, rows, processing)
     except (ConfigError, DataError) as error:
         return data_checks.not_encoded(error, data_checks.HELD_OUT)
     found = [*data_checks.files(count, lost, leave_out)]

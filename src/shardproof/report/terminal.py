@@ -99,6 +99,62 @@ class Bar(Silent):
             self.live.stop()
 
 
+class Share:
+    """How much of a long piece of work is done, on stderr: a bar on a terminal, elsewhere a line now and then. Work of
+    less than `quiet` seconds is not told of.
+
+    Args:
+        name: what is done, in a word or two.
+        shown: whether to say anything: one rank does.
+    """
+
+    def __init__(self, name: str, shown: bool = True, quiet: float = 10.0) -> None:
+        self.name, self.shown, self.quiet = name, shown, quiet
+        self.bar: Any = None
+        self.first = self.done = 0  # what was through when it was heard of, and is now
+        self.started = self.last = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        """`done` of `total` are through. Fewer than before: this is of other work, which begins."""
+        now = time.perf_counter()
+        if done < self.done or not self.done:
+            self.first, self.started, self.last = done, now, now
+        self.done = done
+        taken = now - self.started
+        if not self.shown or done == self.first:
+            return
+        if sys.stderr.isatty():
+            self._draw(done, total, taken)
+        elif done < total and now - self.last >= max(self.quiet, taken / 10):  # rarely, where it takes hours
+            self.last = now
+            left = clock(taken / (done - self.first) * (total - done))
+            print(f"{self.name}: {100 * done / total:.0f} %  {left} left", file=sys.stderr, flush=True)
+
+    def _draw(self, done: int, total: int, taken: float) -> None:
+        if self.bar is None and done < total and taken > self.quiet / 10:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self.bar = Progress(console=Console(stderr=True), transient=True)
+            self.bar.add_task(self.name)
+            self.bar.start()
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=done, total=total)
+        if done == total:
+            self._clear()
+
+    def _clear(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def __enter__(self) -> Share:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._clear()
+
+
 def view() -> Silent:
     return Bar() if sys.stdout.isatty() else Lines()
 

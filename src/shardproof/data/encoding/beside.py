@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from multiprocessing import current_process
 from typing import Any, TypeVar
 
@@ -15,6 +16,26 @@ T = TypeVar("T")
 
 THREADS = "TOKENIZERS_PARALLELISM"
 MOST = 16  # processes; what they make is taken in by one
+_told: ContextVar[Callable[[int, int], None]] = ContextVar("_told")
+
+
+@contextmanager
+def telling(told: Callable[[int, int], None]) -> Iterator[None]:
+    """Inside, `told(done, count)` hears how far the encoding of rows is, in units of any size."""
+    before = _told.set(told)
+    try:
+        yield
+    finally:
+        _told.reset(before)
+
+
+def told_of(made: Iterable[T], count: int) -> Iterator[T]:
+    """The same `count` things, while whoever wants to know hears how many of them there are."""
+    told = _told.get(None)
+    for number, one in enumerate(made, 1):
+        yield one
+        if told is not None:
+            told(number, count)
 
 
 def cores() -> int:
@@ -49,7 +70,7 @@ def in_order(make: Callable[[int], T], count: int, workers: int) -> Iterator[T]:
                 multiprocessing_context="fork" if workers else None,
             )
         )
-    for result, problem in made:
+    for result, problem in told_of(made, count):
         if problem is not None:
             raise problem
         yield result

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from shardproof.data.encoding.beside import in_order
+from shardproof.data.encoding.beside import in_order, told_of
 from shardproof.data.encoding.columns import Columns
 from shardproof.data.encoding.dated import day_of
 from shardproof.data.encoding.learnt import all_but_unlearnt, only_last_answer, past_empty_thoughts
@@ -197,7 +197,7 @@ def walk(
 ) -> Iterator[tuple[Row, T]]:
     """What `make` makes of each row, by processes where that is worth it: rows come without what is in them then."""
     if workers < 2 or not isinstance(rows, Rows) or len(rows) <= _FEW:
-        yield from make(rows)
+        yield from told_of(make(rows), len(rows)) if isinstance(rows, Rows) else make(rows)
         return
 
     def part(number: int) -> list[tuple[Row, T]]:
