@@ -71,7 +71,8 @@ def save(
         path: a folder; that of rank 0 counts. Ranks on machines that do not see it send what they hold to rank 0.
         asynchronous: return when everything is copied to the host, and write while training goes on. One checkpoint is
             written at a time, and the program does not end before it is complete. Call `wait()` before the process
-            group is destroyed. With False nothing is copied: the extra memory is 32 MiB.
+            group is destroyed. With False nothing is copied: the extra memory is 32 MiB. So it is, too, where a host
+            has no room for the copies of its ranks.
         frozen: save parameters that are not trained as well. Without them (adapters on a base model) the model that
             loads must have them already.
         keep: when this checkpoint is complete, remove all but the newest so many (1 or more) beside it whose names
@@ -135,7 +136,8 @@ def save(
         aside: list[Aside] = []
         channel.agree(lambda: aside.append(Aside(target)) if channel.rank == 0 else None)
         posts = channel.posts(channel.blind(target.parent))
-        if asynchronous:
+        copies = asynchronous and channel.has_room(sum(part.local.nbytes for part in mine))
+        if copies:
             for part in mine:
                 part.local = part.local.detach().to("cpu", copy=True)
 
@@ -166,7 +168,7 @@ def save(
         if first is not None and keep is not None:
             remove_old(target, keep, None if spare is None else Path(os.path.abspath(Path(spare).expanduser())))
 
-    channel.saving = Saving(target, write, asynchronous)
+    channel.saving = Saving(target, write, copies)
     if not asynchronous:
         saving, channel.saving = channel.saving, None
         saving.wait()

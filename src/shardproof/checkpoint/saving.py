@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from shardproof.checkpoint.elsewhere import Post, blind
 from shardproof.errors import CheckpointError, ShardproofError
 from shardproof.zero.comm.groups import group_named
+from shardproof.zero.device import host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shardproof")
 
+
+# Of what a host has left: what copies may take. Training, which goes on meanwhile, takes memory, too.
+SHARE = 0.75
 
 # By name of a process group: the channel of its ranks.
 _channels: dict[str, Made[Channel]] = {}
@@ -112,7 +116,9 @@ class Channel:
 
     def __init__(self, comm: Collectives) -> None:
         self.rank, self.size = comm.rank, comm.size
-        self.several_machines = len({host.name for host in comm.hosts}) > 1
+        self._hosts = [host.name for host in comm.hosts]
+        self.several_machines = len(set(self._hosts)) > 1
+        self._told_of_room = False
         self._blind: dict[str, list[int]] = {}
         self.saving: Saving | None = None
         self._group_name: Any = ""
@@ -143,6 +149,24 @@ class Channel:
                 *(name, ", ".join(map(str, found))),
             )
         return found
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether each host has room for what its ranks want to copy there, of which this rank has `nbytes`. Says so
+        once where one has not. Collective."""
+        wanted: dict[str, int] = {}
+        left: dict[str, int] = {}
+        for host, (size, free) in zip(self._hosts or [""], self.everyone((nbytes, host_memory())), strict=True):
+            wanted[host] = wanted.get(host, 0) + size
+            left[host] = min(left.get(host, free), free)
+        full = next((host for host, free in left.items() if free and wanted[host] > SHARE * free), None)
+        if full is not None and self.rank == 0 and not self._told_of_room:
+            self._told_of_room = True
+            log.warning(
+                "Checkpoints are written before training goes on: to write them meanwhile takes a copy of %.3g GB on "
+                "%s, which has %.3g GB left.",
+                *(wanted[full] / 1e9, full or "this machine", left[full] / 1e9),
+            )
+        return full is None
 
     def posts(self, blind: list[int]) -> dict[int, Post]:
         """Of rank 0 to those that are blind, of these to rank 0, and of others none."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -91,11 +92,40 @@ def free_memory(device: torch.device, ranks: int) -> int:
         # What torch's allocator holds for later is taken, to the driver.
         kept = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
         return int(getattr(torch, device.type).mem_get_info(device)[0]) + kept
+    return host_memory() // ranks
+
+
+def host_memory() -> int:
+    """Bytes that may still be taken on this machine, within the limits of the control groups that this process is in,
+    as in a container or a job of Slurm's; 0 if unknown."""
     try:
         with open("/proc/meminfo") as lines:
-            return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) // ranks
+            left = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+        return min([left, *_left_in_groups()])
     except (OSError, StopIteration):
         return 0
+
+
+def _left_in_groups(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """What each control group around this process has left of its memory. Files that are read count as taken there, and
+    give way."""
+    for line in proc.read_text().splitlines() if proc.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # of the second version
+            top, limit, taken = root, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            top, limit, taken = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        inside = top / path.strip("/")
+        for group in (
+            inside,
+            *inside.parents[: len(inside.parts) - len(top.parts)],
+        ):  # a container may see the last only
+            with suppress(OSError, ValueError):  # there is none, or "max"
+                most = int((group / limit).read_text())
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                yield max(most - int((group / taken).read_text()) + int(stat.get("inactive_file", 0)), 0)
 
 
 def peak_memory(held: int | None = None) -> int:
