@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -275,6 +276,46 @@ def test_tensors_that_are_merged_have_the_dtype_of_their_base(tiny: Path, tmp_pa
     AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "run")
     done = export(str(tmp_path / "run"), str(tmp_path / "out"))
     assert {value.dtype for value in load_file(done.folder / "model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("kind", ["tied", "dora", "tokens", "experts"])
+def test_where_memory_is_scarce_layers_are_merged_one_by_one(
+    tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """Without the whole model in fp32: the same bits, and nothing compared, which is said."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from shardproof.train import merging
+    from shardproof.train.export import export
+
+    base = experts(tiny, tmp_path / "base") if kind == "experts" else tmp_path / "base"
+    AutoModelForCausalLM.from_pretrained(base if kind == "experts" else tiny, dtype=torch.bfloat16).save_pretrained(
+        base
+    )
+    more: dict[str, Any] = {
+        "tied": {"modules_to_save": ["norm"]},
+        "dora": {"use_dora": True},
+        "tokens": {"trainable_token_indices": [3, 4]},
+        "experts": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    }[kind]
+    run = adapted(base, tmp_path / "run", *(("q_proj", "embed_tokens") if kind == "tied" else ("q_proj",)), **more)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(run)
+    whole = export(str(run), str(tmp_path / "whole"))
+    assert whole.merged_error is not None
+    assert not caplog.text
+    with mock.patch.object(merging, "host_memory", return_value=1000):
+        each = export(str(run), str(tmp_path / "each"))
+    one_by_one = (
+        kind != "tokens"
+    )  # tokens of tied weights are trained in both places, which only the logits can tell of
+    assert (each.merged_error is None) is one_by_one
+    assert ("layer by layer" in caplog.text) is one_by_one
+    first, second = (load_file(done.folder / "model.safetensors") for done in (whole, each))
+    assert first.keys() == second.keys()
+    assert {value.dtype for value in second.values()} == {torch.bfloat16}
+    for name, value in first.items():
+        assert torch.equal(second[name], value), name
 
 
 @pytest.mark.sampled

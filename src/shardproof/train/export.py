@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +27,11 @@ from shardproof.plugins import Plugins
 from shardproof.train.adapters.adding import with_adapters
 from shardproof.train.adapters.beginning import begin_adapters, check_begun
 from shardproof.train.adapters.begun import load_beside_reference
-from shardproof.train.adapters.targets import sharing
 from shardproof.train.answers.loaded import loaded_as, model_folder, on_base, tell_lacking
 from shardproof.train.embedding import recipe as embedding
 from shardproof.train.embedding.pooling import Embedding, embedding_in
 from shardproof.train.folder import ADAPTER, BASE, CONFIG, MODEL, base_of, recorded_in, tell_other_weights
+from shardproof.train.merging import MERGED, logits, merged
 from shardproof.train.model.changes import changed_by, grow, stretching
 from shardproof.train.model.loading import (
     TINY,
@@ -56,7 +54,6 @@ from shardproof.train.seq_cls.labelling import labels_in, labels_of, load_classi
 from shardproof.train.seq_cls.recipe import trained
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-MERGED = 1e-3  # what merging may change of the logits, in fp32, relative to the largest
 ROUNDED = 1e-2  # what rounding may, in half precision
 
 
@@ -65,7 +62,8 @@ class Exported:
     """What an export wrote.
 
     Attributes:
-        merged_error: how far its logits are from those of the adapters before they were merged.
+        merged_error: how far its logits are from those of the adapters before they were merged; None where there were
+            none, or there was no memory to compare them.
         max_pixels: to how many pixels the run scaled pictures down.
         scaled: to how many the written processor does so by itself.
         further: how many tensors are of layers that predict further tokens, which are those of the base.
@@ -119,12 +117,12 @@ def export(
     ids = _some_tokens(model, tokenizer_of(processing))
     error = None
     if getattr(model, "peft_config", None):
-        model, error = _merged(model, ids, rounded=dtype is None)
+        model, error = merged(model, ids, rounded=dtype is None)
     if dtype is not None:
         for value in model.state_dict(keep_vars=True).values():  # what is rebuilt when it is loaded keeps its dtype
             if value.is_floating_point():
                 value.data = value.data.to(getattr(torch, DTYPES[dtype]))
-    expected, sums, kept = _logits(model, ids), _sums(model), model.dtype
+    expected, sums, kept = logits(model, ids), _sums(model), model.dtype
     aside = target.with_name(target.name + ".unfinished")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -145,7 +143,7 @@ def export(
     gc.collect()
     load = _loader(aside, processing, plugins or Plugins(), model_type)
     again = load(str(aside), dtype=kept, trust_remote_code=trust_remote_code).eval()
-    far = float((_logits(again, ids) - expected).abs().max() / expected.abs().max())
+    far = float((logits(again, ids) - expected).abs().max() / expected.abs().max())
     # In another dtype some models keep a few modules in fp32 when they are loaded.
     same = dtype is not None or _sums(again) == sums
     if not (same and far <= (MERGED if kept == torch.float32 else ROUNDED)):
@@ -156,81 +154,12 @@ def export(
     return Exported(target, len(files), size, error, max_pixels, scaled, further)
 
 
-def _merged(model: Any, ids: Any, rounded: bool) -> tuple[Any, float]:
-    """The model without its adapters, and how far merging moves its logits, relative to the largest.
-
-    Half precision rounds every product of that comparison, and moves logits by a percent. So both sides of it are
-    computed in fp32, and what is merged is rounded once, where it is: to the dtypes of its base, if `rounded`.
-
-    Raises:
-        ConfigError: merging makes another model.
-    """
-    import torch
-
-    half = (torch.bfloat16, torch.float16)
-    how = model.active_peft_config
-    if not hasattr(model, "merge_and_unload") or getattr(how, "alora_invocation_tokens", None):
-        raise ConfigError(
-            f"What was trained (PEFT's {how.peft_type.value}) is beside the model, or there for some inputs only, and"
-            " cannot be merged into its weights. `infer` and PEFT load them as they are."
-        )
-    own = {_plain(name): value.dtype for name, value in _values(model.get_base_model()) if value.dtype in half}
-    for _, value in _values(model):
-        if value.dtype in half:
-            value.data = value.data.float()
-    before = _logits(model, ids)
-    _untie(model)
-    wrapped = ((name, m.base_layer) for name, m in model.named_modules() if hasattr(m, "base_layer"))
-    shared = sharing(wrapped)
-    model = model.merge_and_unload(safe_merge=True)
-    error = float((_logits(model, ids) - before).abs().max() / before.abs().max())
-    if not error <= MERGED:
-        why = "they do not fit"
-        if shared:
-            why = f"{' and '.join(shared)} share one weight, and have adapters of their own. `infer` and PEFT load them"
-            why += " as they are"
-        raise ConfigError(f"Merging the adapters changes the logits by {error:.1g} of the largest: {why}.")
-    for name, value in _values(model):
-        if rounded and name in own:
-            value.data = value.data.to(own[name])
-    return model, error
-
-
-def _untie(model: Any) -> None:
-    """Give the head a weight of its own where it is the embedding's and one of the two has adapters, or tokens that are
-    trained: merged into the one weight of both, they would change the other, too, and those of both would be added."""
-    import torch
-
-    ends = model.get_output_embeddings(), model.get_input_embeddings()
-    tokens = [getattr(end, "token_adapter", None) for end in ends]  # of a wrapper, which hides its layer
-    bare = tuple(getattr(one or end, "base_layer", end) for one, end in zip(tokens, ends, strict=True))
-    head, embedding = bare
-    tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
-    if not tied or bare == ends or any(one is not None and one.tied_adapter for one in tokens):  # PEFT keeps these
-        return
-    head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-    base = model.get_base_model()
-    for config in (base.config, base.config.get_text_config()):
-        config.tie_word_embeddings = False
-    base.all_tied_weights_keys = base.get_expanded_tied_weights_keys(all_submodels=True)
-
-
-def _values(model: Any) -> Iterator[tuple[str, Any]]:
-    """Parameters and buffers with all their names, also those that no file holds."""
-    return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-
-
 def _sums(model: Any) -> dict[str, int]:
     """Of each tensor of the model, by its bytes."""
     import torch
 
     values = model.state_dict().items()
     return {name: zlib.crc32(value.contiguous().reshape(-1).view(torch.uint8).numpy()) for name, value in values}
-
-
-def _plain(name: str) -> str:
-    """What PEFT's name of a weight is without adapters."""
-    return re.sub(r"\.(base_layer|original_module)(?=\.)", "", name)  # a module may be wrapped several times
 
 
 def _some_tokens(model: Any, tokenizer: Any) -> Any:
@@ -241,14 +170,6 @@ def _some_tokens(model: Any, tokenizer: Any) -> Any:
     plain = [i for i in range(model.config.get_text_config().vocab_size) if i not in special]
     chosen = torch.randint(0, len(plain), (16,), generator=torch.Generator().manual_seed(0))
     return torch.tensor([[plain[i] for i in chosen.tolist()]])
-
-
-def _logits(model: Any, ids: Any) -> Any:
-    import torch
-
-    with torch.no_grad():
-        found = model.eval()(input_ids=ids)
-    return (found.logits if hasattr(found, "logits") else found.last_hidden_state).float()
 
 
 def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str | None) -> tuple[Any, Any]:
