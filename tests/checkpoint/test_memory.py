@@ -103,7 +103,12 @@ def test_room_is_that_of_the_control_groups_around_a_process(tmp_path: Path) -> 
     group("slice/pod", memory__max=100, memory__current=70, memory__stat="anon 30\ninactive_file 40")
     group("memory", memory__limit_in_bytes=500, memory__usage_in_bytes=600, memory__stat="cache 1")
     assert list(device._left_in_groups(proc, tmp_path)) == [0, 70]
-    group("memory/job/step", memory__limit_in_bytes=90, memory__usage_in_bytes=30, memory__stat="inactive_file 10")
+    group(
+        "memory/job/step",
+        memory__limit_in_bytes=90,
+        memory__usage_in_bytes=30,
+        memory__stat="inactive_file 0\ntotal_inactive_file 10",
+    )
     assert list(device._left_in_groups(proc, tmp_path)) == [70, 0, 70]
     assert list(device._left_in_groups(tmp_path / "none", tmp_path)) == []
     assert 0 < device.host_memory() < 1 << 50

@@ -118,14 +118,14 @@ def _left_in_groups(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/
         else:
             continue
         inside = top / path.strip("/")
-        for group in (
-            inside,
-            *inside.parents[: len(inside.parts) - len(top.parts)],
-        ):  # a container may see the last only
+        around = [inside, *inside.parents][: 1 + len(inside.parts) - len(top.parts)]
+        for group in around:  # a container may see the last of them only
             with suppress(OSError, ValueError):  # there is none, or "max"
                 most = int((group / limit).read_text())
                 stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                yield max(most - int((group / taken).read_text()) + int(stat.get("inactive_file", 0)), 0)
+                own = stat.get("inactive_file", 0)
+                cache = int(stat.get("total_inactive_file", own))  # of groups inside it, too
+                yield max(most - int((group / taken).read_text()) + cache, 0)
 
 
 def peak_memory(held: int | None = None) -> int:
