@@ -462,7 +462,7 @@ def test_models_beside_the_trained_one_and_answers_are_counted(folder):
     more = while_writing(asked, rows=64, prompt=16) - while_writing(asked, rows=32, prompt=16)
     assert more == pytest.approx(32 * 512 * cache, rel=0.1)
     run = RlhfDoctorConfig(model=str(folder), rlhf_type="ppo", beta=0.1, model_stages={"ref_model": 0}, stage=3)
-    assert asked_only(run, str(folder)) == [(str(folder), "AutoModelForCausalLM", 0)]
+    assert asked_only(run, str(folder)) == [(str(folder), "AutoModelForCausalLM", 0, "fp32")]
     found = beside(run, asked, str(folder))
     assert found["the value model"] > 4 * found["models that are not trained"] / 3
     assert asked_only(run.model_copy(update={"tuner": "lora"}), str(folder)) == []
@@ -470,6 +470,16 @@ def test_models_beside_the_trained_one_and_answers_are_counted(folder):
     run = RlhfDoctorConfig(model=str(folder), rlhf_type="grpo", **beside_it)
     assert beside(run, asked, str(folder)) == {"vLLM": pytest.approx(0.4 * 80e9)}
     assert beside(run.model_copy(update={"vllm_sleep": True}), asked, str(folder)) == {}
+
+
+@pytest.mark.parametrize("named", [{"frozen_precision": "fp32"}, {"model_precisions": {"ref_model": "fp32"}}])
+def test_a_model_beside_the_trained_one_is_held_in_its_own_precision(folder, named):
+    from shardproof.doctor.planning.others import beside
+
+    asked = PlanConfig(model=str(folder), gpus=[2], stage="3", precision="bf16")
+    run = {"model": str(folder), "rlhf_type": "dpo", "precision": "bf16"}
+    (usual,), (more,) = (beside(RlhfDoctorConfig(**run, **how), asked, str(folder)).values() for how in ({}, named))
+    assert more == pytest.approx(2 * usual, rel=0.01)
 
 
 RUNS: dict[str, dict[str, Any]] = {

@@ -16,6 +16,8 @@ from shardproof.models.families.family import CAUSAL
 from shardproof.models.scorers import SCORER, VALUER
 from shardproof.train.options.rlhf_config import REFERRED
 
+FROZEN = "models that are not trained"
+
 
 def beside(config: RlhfDoctorConfig, asked: PlanConfig, source: str) -> dict[str, float]:
     """Bytes that a process holds, by what they are for. `asked`: the plan of the trained model."""
@@ -25,12 +27,15 @@ def beside(config: RlhfDoctorConfig, asked: PlanConfig, source: str) -> dict[str
     alone: dict[str, Any] = {"tuner": "full", "freeze": [], "train_parts": None, "quantize": None}
     alone |= {"freeze_parameters": [], "trainable_parameters": []}
     whole = asked.model_copy(update=alone)
-    frozen = sum(kept_by(whole.model_copy(update={"model": m}), kind, at) for m, kind, at in asked_only(config, source))
-    if frozen:
-        found["models that are not trained"] = frozen
+    for model, kind, stage, precision in asked_only(config, source):
+        other = whole.model_copy(update={"model": model, "precision": precision})
+        found[FROZEN] = found.get(FROZEN, 0.0) + kept_by(other, kind, stage)
     if config.rlhf_type == "ppo":
-        stage = str(config.model_stages.get("value_model", config.stage))
-        value = whole.model_copy(update={"model": config.value_model or source, "stage": stage})
+        how = {
+            "stage": str(config.model_stages.get("value_model", config.stage)),
+            "precision": config.model_precisions.get("value_model", config.precision),
+        }
+        value = whole.model_copy(update={"model": config.value_model or source, **how})
         found["the value model"] = make_plan(value, VALUER, "scores").candidates[0].peak
     if config.use_vllm and config.vllm_mode == "colocate" and not config.vllm_sleep:
         found["vLLM"] = config.vllm_gpu_memory_utilization * asked.gpu_memory * 1e9
@@ -71,17 +76,18 @@ def _at_full_depth(model: Any, config: PlanConfig, stage: int, measure: Callable
     return sum(share * found[few.index(groups)] for groups, share in line(few, blocks.groups))
 
 
-def asked_only(config: RlhfDoctorConfig, source: str) -> list[tuple[str, str, int]]:
-    """The models that are never trained, the class that loads each, and its stage."""
+def asked_only(config: RlhfDoctorConfig, source: str) -> list[tuple[str, str, int, str]]:
+    """The models that are never trained, the class that loads each, its stage and its precision."""
 
-    def stage(name: str) -> int:
-        usual = config.stage if config.frozen_stage is None else config.frozen_stage
-        return config.model_stages.get(name, usual)
+    def of(source: str, auto: str, name: str) -> tuple[str, str, int, str]:
+        stage = config.stage if config.frozen_stage is None else config.frozen_stage
+        precision = config.frozen_precision or config.precision
+        return (source, auto, config.model_stages.get(name, stage), config.model_precisions.get(name, precision))
 
     kind, found = config.rlhf_type, []
     compares = kind in REFERRED and config.beta != 0 and not (kind == "grpo" and config.beta is None)
     if config.ref_model or (compares and config.tuner == "full" and not config.precompute_ref):
-        found.append((config.ref_model or source, CAUSAL, stage("ref_model")))
+        found.append(of(config.ref_model or source, CAUSAL, "ref_model"))
     if config.teacher_model:
-        found.append((config.teacher_model, CAUSAL, stage("teacher_model")))
-    return found + [(judge, SCORER, stage("reward_model")) for judge in config.reward_model]
+        found.append(of(config.teacher_model, CAUSAL, "teacher_model"))
+    return found + [of(judge, SCORER, "reward_model") for judge in config.reward_model]
