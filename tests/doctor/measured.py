@@ -203,8 +203,8 @@ def told_and_taken(options: dict[str, Any], folder: str) -> tuple[float, float]:
     from shardproof.doctor.checks import plan_checks
     from shardproof.train.run import model_source, recipe_of
 
-    options = {"model": "tiny"} | options
-    config = RlhfDoctorConfig(output_dir=f"{folder}/run", max_steps=3, stage=3, precision="bf16", **options)
+    options = {"model": "tiny", "precision": "bf16"} | options
+    config = RlhfDoctorConfig(output_dir=f"{folder}/run", max_steps=3, stage=3, **options)
     recipe: Any = recipe_of(config)
     batch = recipe.check(config, 1)
     rows, _ = recipe.read(config)

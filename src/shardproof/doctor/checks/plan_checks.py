@@ -22,6 +22,7 @@ from shardproof.train.run import recipe_of
 from shardproof.train.seq_cls.labelling import labels_of
 
 if TYPE_CHECKING:
+    from shardproof.doctor.planning.imagine import Loss
     from shardproof.doctor.planning.plan import Candidate
     from shardproof.doctor.planning.sample import Sample
     from shardproof.train.options.config import Batch
@@ -145,12 +146,21 @@ def held(
     if not isinstance(config, RlhfDoctorConfig):
         plan = make_plan(asked, *loss_of(asked), sample)
         return Held(plan.candidates[0], {}, 0.0, plan.notes)
-    how: Any = (CAUSAL, "fused") if config.rlhf_type in REFERRED else ()
-    how = (SCORER, "scores") if config.rlhf_type == "rm" else how
-    how = (CAUSAL, "distilled") if config.rlhf_type == "gkd" else how
-    auto, loss = how or loss_of(asked)
+    auto, loss = loss_of_rlhf(config)
     plan, others = make_plan(asked, auto, loss, sample), beside(config, asked, asked.model)
     return Held(plan.candidates[0], others, writing_of(config, batch, asked), plan.notes)
+
+
+def loss_of_rlhf(config: RlhfDoctorConfig) -> tuple[str, Loss]:
+    """The class of transformers and the loss of a run of rlhf: what `make_plan` takes besides the config."""
+    if config.rlhf_type in REFERRED:
+        return CAUSAL, "fused"
+    if config.rlhf_type == "rm":
+        return SCORER, "scores"
+    if config.rlhf_type == "gkd":
+        return CAUSAL, "distilled"
+    alpha = {"orpo": 1.0, "cpo": 1.0, "simpo": 0.0}[config.rlhf_type] if config.cpo_alpha is None else config.cpo_alpha
+    return CAUSAL, "contrasted and written" if alpha else "contrasted"
 
 
 def judged(config: DoctorConfig | RlhfDoctorConfig, rows: str, found: Held, there: float) -> Check:

@@ -39,6 +39,7 @@ from shardproof.doctor.planning.stand_ins import (
     ImaginedHome,
     ImaginedHost,
     add_fused_head,
+    contrasted,
     distilled,
     optimizer_of,
     summed,
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     from shardproof.doctor.planning.sample import Sample
 
 FROM_START, FROM_END = 3, 2  # segments of each pass that are told apart: reductions are under way for three blocks
-Loss = Literal["text", "scores", "vectors", "last", "fused", "distilled"]
+Loss = Literal["text", "scores", "vectors", "last", "fused", "distilled", "contrasted", "contrasted and written"]
 PASSES = 3  # of a step with more micro-batches: the first, those in the middle, which are alike, and the last
 
 Key = tuple[str, int]
@@ -104,8 +105,8 @@ class Rank:
         blocks: the blocks that bound segments.
         offload: what lives elsewhere: "none", "optimizer" or "all".
         known: results of operations that other ranks have met.
-        loss: of what it is made: of text, of scores, of last tokens, or as TRL makes it of text, where logits are never
-            held.
+        loss: of what it is made: of text, of scores, of last tokens, or as TRL makes it: of pairs ("contrasted", with
+            the better answers learnt besides, or not), of a teacher, or of text, where logits are never held.
         sample: a row like all others where these have files; else rows are text.
     """
 
@@ -282,6 +283,8 @@ class Rank:
             return summed(self.model(**inputs))
         if self.loss == "distilled":
             return distilled(self.model(**inputs).logits)
+        if self.loss in ("contrasted", "contrasted and written"):
+            return contrasted(self.model(**inputs).logits, labels, written=self.loss != "contrasted")
         return token_mean(self.model(**inputs), labels, 1)
 
     def ask(self, micro: int, length: int, cache: bool = False) -> tuple[float, float]:

@@ -128,6 +128,19 @@ def distilled(logits: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def contrasted(logits: torch.Tensor, ids: torch.Tensor, written: bool) -> torch.Tensor:
+    """The loss of ORPO, CPO and SimPO: log-probabilities of both answers, the better ones in the first half of rows.
+    `written`: whether these are learnt as in sft, too."""
+    from trl.experimental.orpo import ORPOTrainer
+
+    better = max(1, len(logits) // 2)
+    learnt = torch.zeros((), device=logits.device)
+    if written:
+        learnt = torch.nn.functional.cross_entropy(logits[:better, :-1].flatten(0, 1), ids[:better, 1:].flatten())
+    loss: torch.Tensor = ORPOTrainer.get_batch_logps(logits, ids).sum() + learnt
+    return loss
+
+
 def summed(outputs: Any) -> torch.Tensor:
     """A loss on the scores of rows, or on the vectors of their last tokens."""
     found: torch.Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state[:, -1]
