@@ -482,6 +482,35 @@ def test_a_model_beside_the_trained_one_is_held_in_its_own_precision(folder, nam
     assert more == pytest.approx(2 * usual, rel=0.01)
 
 
+@pytest.mark.slow
+def test_what_lies_elsewhere_is_not_held_beside_the_trained_model_nor_while_it_writes(folder):
+    from shardproof.doctor.planning.others import kept_by, while_writing
+
+    def kept(**options: Any) -> float:
+        return kept_by(PlanConfig(model=str(folder), gpus=[8], **options), "AutoModelForCausalLM", 3)
+
+    def written(**options: Any) -> float:
+        return while_writing(PlanConfig(model=str(folder), gpus=[8], stage="3", max_length=[32], **options), 1, 16)
+
+    assert kept(offload=["nvme"]) < 0.1 * kept(), "and at the next question a part of it at a time"
+    assert kept(offload=["optimizer"]) == kept()
+    assert kept(shard_group=2) == pytest.approx(4 * kept(), rel=0.05)
+    weights = sum(p.numel() for p in meta_model(PlanConfig(model=str(folder))).parameters()) / 8
+    assert written() - written(offload=["optimizer"]) > 8 * weights, "two states and most of the masters"
+    assert written(shard_group=2) - written() > 30 * weights
+
+
+@pytest.mark.slow
+def test_the_value_model_of_adapters_is_trained_whole(folder):
+    from shardproof.doctor.planning.others import beside
+
+    run = RlhfDoctorConfig(model=str(folder), rlhf_type="ppo", tuner="lora")
+    asked = PlanConfig(model=str(folder), gpus=[2], stage="3", per_device_batch_size=[1], max_length=[16])
+    asked = asked.model_copy(update={"gradient_checkpointing": ["no"]})
+    adapted = asked.model_copy(update={"tuner": "lora", "dora": True, "lora_dropout": 0.1, "modules_to_save": ["x"]})
+    assert beside(run, adapted, str(folder)) == beside(run, asked, str(folder))
+
+
 RUNS: dict[str, dict[str, Any]] = {
     "dpo": {},
     "dpo with adapters": {"tuner": "lora"},

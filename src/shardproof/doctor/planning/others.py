@@ -11,7 +11,7 @@ from shardproof.doctor.planning.blocks import keep_blocks, repeated_blocks
 from shardproof.doctor.planning.imagine import Rank
 from shardproof.doctor.planning.profiles import line
 from shardproof.doctor.planning.stand_ins import autocast_off_on_meta, fake_group
-from shardproof.doctor.planning.subject import as_held, meta_model
+from shardproof.doctor.planning.subject import OF_MODEL, as_held, meta_model
 from shardproof.models.families.family import CAUSAL
 from shardproof.models.scorers import SCORER, VALUER
 from shardproof.train.options.rlhf_config import REFERRED
@@ -24,8 +24,8 @@ def beside(config: RlhfDoctorConfig, asked: PlanConfig, source: str) -> dict[str
     from shardproof.doctor.planning.plan import make_plan
 
     found: dict[str, float] = {}
-    alone: dict[str, Any] = {"tuner": "full", "freeze": [], "train_parts": None, "quantize": None}
-    alone |= {"freeze_parameters": [], "trainable_parameters": []}
+    fields = PlanConfig.model_fields
+    alone = {name: fields[name].get_default(call_default_factory=True) for name in (*OF_MODEL, "sequence_parallel")}
     whole = asked.model_copy(update=alone)
     for model, kind, stage, precision in asked_only(config, source):
         other = whole.model_copy(update={"model": model, "precision": precision})
@@ -66,13 +66,14 @@ def while_writing(config: PlanConfig, rows: int, prompt: int) -> float:
 
 def _at_full_depth(model: Any, config: PlanConfig, stage: int, measure: Callable[[Rank], float]) -> float:
     """What is measured with a few blocks, with all of them."""
-    blocks = repeated_blocks(model)
+    blocks, offload = repeated_blocks(model), config.offload[0]
+    elsewhere = "all" if offload == "nvme" else offload  # the same lies elsewhere, in another place
     few = [2, 3] if blocks.groups > 3 else [blocks.groups]
     found = []
     for groups in few:
-        with fake_group(config.gpus[0]), autocast_off_on_meta():
+        with fake_group(config.shard_group or config.gpus[0]), autocast_off_on_meta():  # so many hold a copy
             part = keep_blocks(deepcopy(model), blocks.name, blocks.of(int(groups)) if len(few) > 1 else blocks.number)
-            found.append(measure(Rank(part, config, stage, blocks)))
+            found.append(measure(Rank(part, config, stage, blocks, elsewhere)))
     return sum(share * found[few.index(groups)] for groups, share in line(few, blocks.groups))
 
 
