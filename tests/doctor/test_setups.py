@@ -420,6 +420,10 @@ def odd(name: str, rows: Path, base: Path, tiny: Path) -> list[str]:
         return [*data, "--tuner", "lora", "--target-modules", "q_proj", "no_such"]
     if name == "nothing left":
         return [*data, "--freeze", "llm"]
+    if name == "no such metric":
+        return [*data, "--val-split", "0.2", "--metrics", "no_such"]
+    if name == "no such attention here":
+        return [*data, "--attn", "flex_attention"]  # on a CPU
     if name == "a run is there":
         (base / "config.yaml").write_text("model: tiny\n")
         return [*data, "--output-dir", str(base)]
@@ -441,6 +445,8 @@ def odd(name: str, rows: Path, base: Path, tiny: Path) -> list[str]:
         ("a bad row beside a mixture", "rows to evaluate on", "--bad-rows"),
         ("one target of two", "adapters", "--target-modules"),
         ("nothing left", "parts", "--freeze"),
+        ("no such metric", "options", "--metrics"),
+        ("no such attention here", "options", "--attn"),
         ("a run is there", "options", "--output-dir"),
         ("other names", "rows", "--columns"),
         ("another shape", "weights", "config.json"),

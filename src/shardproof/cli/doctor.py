@@ -64,8 +64,7 @@ def run(argv: Sequence[str]) -> int:
         config = with_rows_a_step(config, config.nproc)
         batch = recipe_of(config).check(config, config.nproc)
     except ConfigError as error:
-        cause = "The run would be refused."
-        return _told([Check("options", "options", "fail", str(error), cause, option_in(error))], as_object)
+        return _told([_refused(error)], as_object)
     before_imports(run_is_here(config), config.verbose)
     launch.use_threads(1)  # a pool of OpenMP threads does not survive a fork
     after_imports(config.verbose)
@@ -139,6 +138,11 @@ def _told(checks: list[Check], as_object: bool) -> int:
     return 1 if any(check.status == "fail" for check in checks) else 0
 
 
+def _refused(error: ConfigError) -> Check:
+    """Options that no run is begun with."""
+    return Check("options", "options", "fail", str(error), "The run would be refused.", option_in(error))
+
+
 def examine(
     config: Config, batch: Batch, folder: Path, take_steps: Steps = _own_ranks, here: int | None = None
 ) -> list[Check]:
@@ -150,9 +154,14 @@ def examine(
     """
     from shardproof.doctor.checks import data_checks, machine, plan_checks, resume_checks
     from shardproof.doctor.look import encoded_rows, held_out_rows, loaded_model, read_rows, steps_of
-    from shardproof.train.model.loading import load_processing, tokenizer_of
-    from shardproof.train.run import model_source
+    from shardproof.train.model.loading import check_attention, load_processing, tokenizer_of
+    from shardproof.train.run import check_plugins, model_source
 
+    try:
+        check_plugins(config)
+        check_attention(config)
+    except ConfigError as error:
+        return [_refused(error)]
     checks = [*machine.versions(), *machine.devices(here or config.nproc), *machine.output(config)]
     rows, held_out = read_rows(config, checks)
     if rows is None:
