@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from shardproof.errors import ConfigError
 from shardproof.train.model.reward_models import check_reward_model
 from shardproof.train.options.rlhf_config import RlhfConfig
-from shardproof.train.rlhf.recipe import _reads, check
+from shardproof.train.rlhf.recipe import _reads, check, check_scorer
 
 
 @pytest.fixture
@@ -39,6 +40,13 @@ def test_a_reward_model_is_taken(model: Callable[..., str]) -> None:
 def test_a_model_without_a_head_is_refused(model: Callable[..., str], kind: str) -> None:
     with pytest.raises(ConfigError, match=f"is a {kind} without a head for rewards"):
         check_reward_model(model(kind, ["model.norm.weight", "lm_head.weight"]))
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("t5", True), ("bert", True), ("llama", False)])
+def test_what_values_tokens_does_not_see_those_behind_them(model: Callable[..., str], kind: str, refused: bool) -> None:
+    config = RlhfConfig(rlhf_type="ppo", model="x", value_model=model("", [], model_type=kind))
+    with pytest.raises(ConfigError, match="has an encoder") if refused else nullcontext():
+        check_scorer(config)
 
 
 def test_a_classifier_is_refused(model: Callable[..., str]) -> None:

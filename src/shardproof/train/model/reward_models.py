@@ -9,7 +9,7 @@ from typing import Any
 
 from shardproof.data.forms.labels import Labels
 from shardproof.errors import ConfigError
-from shardproof.models.loading.classes import with_values
+from shardproof.models.loading.classes import sees_ahead, with_values
 from shardproof.models.scorers import HEADED, HEADS, load_scorer
 
 
@@ -30,6 +30,20 @@ def check_reward_model(model: str, trust_remote_code: bool = False) -> None:
     found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     classes = list(found.architectures or [])
     _check(model, classes, 1, any(name.endswith(HEADED) for name in classes))
+
+
+def check_value_model(model: str, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError for a model of values, one for each token, whose tokens see those behind them: what such a one
+    says of a token would follow from what was written after it."""
+    from transformers import AutoConfig
+
+    found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    if sees_ahead(found) or getattr(found, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"--value-model {model} ({found.model_type}) has an encoder: each token sees those behind it, so that the"
+            " value of a token would be told from what is written after it.\nName a decoder, or leave it out: then it"
+            " begins as --model."
+        )
 
 
 def judges(folder: Path) -> bool:

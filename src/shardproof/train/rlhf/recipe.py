@@ -33,7 +33,7 @@ from shardproof.train.model.lacking import without_lacking
 from shardproof.train.model.loading import check_model_source, first_line, is_local, load_model, load_tokenizer
 from shardproof.train.model.made_anew import tell_made_anew
 from shardproof.train.model.parts import choose_parts, in_bits
-from shardproof.train.model.reward_models import check_reward_model, pads_with
+from shardproof.train.model.reward_models import check_reward_model, check_value_model, pads_with
 from shardproof.train.options.config import Batch, SftConfig
 from shardproof.train.options.option import flag
 from shardproof.train.options.rlhf_config import REWARDED, SAME, RlhfConfig
@@ -111,6 +111,8 @@ def check_scorer(config: RlhfConfig) -> None:
     if config.rlhf_type == "rm":
         check_backbone(config, SCORER)
     if config.rlhf_type == "ppo":
+        if config.value_model:
+            check_value_model(config.value_model, config.trust_remote_code)
         check_backbone(config, VALUER, config.value_model)
 
 
