@@ -12,11 +12,23 @@ from torch.nn.functional import mse_loss
 
 import aside
 import shardproof
-from shardproof.errors import CheckpointError
-from shardproof.train.optim.optimizers import AdamWBf16, adamw_8bit, noise_of, rounded
+from shardproof.errors import CheckpointError, ConfigError
+from shardproof.train.optim.optimizers import AdamWBf16, adafactor, adamw_8bit, made_by, noise_of, rounded
 from zero.models import Net
 
 CPU = torch.device("cpu")
+
+
+def test_an_optimizer_that_computes_the_loss_by_itself_is_refused():
+    groups = [{"params": [nn.Parameter(torch.ones(2, 2))]}]
+
+    def lbfgs(groups: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(groups[0]["params"], lr=lr)
+
+    with pytest.raises(ConfigError, match="a step of LBFGS wants a function that computes the loss anew"):
+        made_by(lbfgs, groups, 0.1, None)
+    for make in (adafactor, torch.optim.SGD, AdamWBf16):
+        assert made_by(make, groups, 0.1, None).param_groups[0]["lr"] == 0.1
 
 
 # --- rounding by chance ---------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from shardproof.errors import ConfigError
 from shardproof.train.options.config import ADAFACTOR, EIGHT_BITS, MUON, RunConfig
 from shardproof.zero.optim.step import first_elements
 
@@ -43,12 +44,23 @@ def own_optimizer(config: RunConfig) -> Callable[..., torch.optim.Optimizer] | N
 def made_by(
     make: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], lr: float, model: Any
 ) -> torch.optim.Optimizer:
-    """What `make` makes of groups of parameters; it is told the model where it has an argument of that name."""
+    """What `make` makes of groups of parameters; it is told the model where it has an argument of that name.
+
+    Raises:
+        ConfigError: its step computes the loss by itself, as often as it likes (L-BFGS).
+    """
     try:
         asks = "model" in inspect.signature(make).parameters
     except ValueError:  # not of Python
         asks = False
-    return make(groups, lr=lr, **({"model": model} if asks else {}))
+    made = make(groups, lr=lr, **({"model": model} if asks else {}))
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"--optimizer: a step of {type(made).__name__} wants a function that computes the loss anew, and a trainer"
+            " computes it once. Take an optimizer whose step() needs nothing."
+        )
+    return made
 
 
 def adafactor(params: Any, lr: float) -> torch.optim.Optimizer:
