@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from itertools import product
@@ -14,8 +15,8 @@ from distributed.pool import Pool
 from doctor.measured import held_and_moved
 from shardproof.cli.main import main
 from shardproof.doctor.config import PlanConfig
-from shardproof.doctor.planning.plan import loss_of, make_plan
-from shardproof.doctor.planning.plan_view import in_words
+from shardproof.doctor.planning.plan import Candidate, Plan, loss_of, make_plan
+from shardproof.doctor.planning.plan_view import in_words, show
 
 SMALL = {
     "vocab_size": 4096,
@@ -76,6 +77,22 @@ def compare(run, folder: Path, world: int, stages: Sequence[int], kinds: Sequenc
         sent = measured["moved"] * (row - 1) / row + measured["exchanged"]
         if copies == 1:
             assert found.wire == pytest.approx(sent, rel=0.05), (stage, again)
+
+
+@pytest.mark.parametrize(("worlds", "told"), [([2], ["fastest", "fastest"]), ([2, 4, 8], ["2: 50", "2: 70"])])
+def test_each_table_tells_the_fastest_way_of_its_own_rows(worlds: list[int], told: list[str]) -> None:
+    from rich.console import Console
+
+    def way(world: int, length: int, speed: int) -> Candidate:
+        return Candidate(2, world, False, 1, length, {"weights": 1e9}, 0.0, 0.0, 0.0, speed, 1.0)
+
+    rooms = {"host": 0.0, "disk": 0.0}
+    ways = [way(world, length, speed) for world in worlds for length, speed in ((64, 50), (256, 70))]
+    console = Console(width=120, file=io.StringIO())
+    config = PlanConfig(model="m", gpus=worlds, max_length=[64, 256])
+    show(Plan("m", 1, 1, 72e9, rooms=rooms, candidates=ways), config, console)
+    tables = console.file.getvalue().split("rows of ")[1:3]
+    assert [word in table for word, table in zip(told, tables, strict=True)] == [True, True]
 
 
 def test_it_is_within_5_percent_of_what_is_measured(run, small):

@@ -114,9 +114,9 @@ class Plan:
 
         return sorted((c for c in self.candidates if self.fits(c)), key=order)
 
-    def fastest(self, world: int) -> Candidate | None:
-        """On so many processes."""
-        return next((c for c in self.fitting if c.world == world), None)
+    def fastest(self, world: int, length: int | None = None) -> Candidate | None:
+        """On so many processes; of rows of so many tokens, or of any."""
+        return next((c for c in self.fitting if c.world == world and length in (None, c.length)), None)
 
 
 def make_plan(config: PlanConfig, auto: str = CAUSAL, loss: Loss = "text", sample: Sample | None = None) -> Plan:

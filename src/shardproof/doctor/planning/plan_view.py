@@ -186,7 +186,7 @@ def _bars(plan: Plan, world: int, length: int, width: int) -> Table:
 
     shown = [best_rows(plan, [c for c in here if kind(c) == group]) for group in dict.fromkeys(map(kind, here))]
     scale = max([plan.limit, *(min(c.peak, 2 * plan.limit) for c in shown)])
-    best = plan.fastest(world)
+    best = plan.fastest(world, length)
 
     def word(c: Candidate) -> Text:
         fits = plan.fits(c)
@@ -285,7 +285,7 @@ def _by_world(plan: Plan, worlds: list[int], length: int) -> Table:
                 cells.append(Text(f"{c.micro}{marks}  {gigabytes(c.peak)}", "green"))
             else:
                 cells.append(Text(f"-  {gigabytes(min(c.peak for c in here))}", "red"))
-        best = plan.fastest(world)
+        best = plan.fastest(world, length)
         fastest = f"{best.stage}: {best.tokens_per_second:,.0f} tokens/s" if best and best.offload == offload else ""
         table.add_row(str(world), *cells, fastest)
     return table
