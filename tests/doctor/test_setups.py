@@ -381,6 +381,27 @@ def test_the_end_of_a_tower_that_features_do_not_come_from_spoils_nothing(tmp_pa
     assert names[2] not in seen["gradients"].evidence
 
 
+def test_adapters_of_a_layer_whose_weight_is_read_spoil_nothing(tmp_path):
+    """As those of `dt_proj` in Mamba, which --target-modules all-linear has."""
+
+    def adapters(layer: int, name: str) -> list[str]:
+        return [f"base_model.model.layers.{layer}.mixer.{name}.lora_{side}.default.weight" for side in "AB"]
+
+    read, called = (adapters(0, name) + adapters(1, name) for name in ("dt_proj", "in_proj"))
+    has = {**dict.fromkeys(read, False), **dict.fromkeys(called, True)}
+    assert trial._unread(has) == read
+    assert trial._unread({**has, called[0]: False}) == read, "another of that name has one"
+    assert trial._unread({**has, read[0]: True}) == []
+    assert trial._unread(dict.fromkeys([*read, *called], False)) == []
+    parts = dict.fromkeys([*read, "head.weight"], "llm")
+    seen = judged(tmp_path, without=list(parts), parts=parts, unread=read)
+    assert (seen["unused adapters"].status, seen["gradients"].status) == ("warn", "fail")
+    assert "dt_proj" in seen["unused adapters"].option
+    assert "dt_proj" not in seen["gradients"].evidence
+    alone = judged(tmp_path, without=read, parts=parts, unread=read)
+    assert alone["gradients"].evidence == "every other trained parameter has one, and it is finite"
+
+
 def test_a_trial_has_a_row_for_each_kind_of_files():
     assert trial.with_each(range(4), {}) == [0, 1, 2, 3]
     assert trial.with_each(range(4), {"image": 2}) == [0, 1, 2, 3]

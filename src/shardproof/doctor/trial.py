@@ -33,6 +33,7 @@ ROSE = 1.1  # a loss that is higher by this factor after two steps on the very r
 NORM = 1e4  # a gradient norm beyond this is out of any order
 OWN_SIZE = 0.3  # a step that changes the matrices by this share of themselves soon leaves little of them
 SAMPLE = 2048  # elements of each parameter's slice that are compared
+ADAPTER = ".lora_"
 NETWORK = 16 << 20  # bytes that are sent to measure
 
 
@@ -57,7 +58,8 @@ def trial(prepared: Prepared, folder: str) -> None:
         seen["without"] = [name for name, grad in grads.items() if grad is None]
         part_of = anatomy(next(iter(params.values())).flat.engine.model).part_of
         seen["parts"] = {name: part_of.get(name.rpartition(": ")[2], "llm") for name in seen["without"]}
-        seen["behind"] = _behind_features({name: grad is not None for name, grad in grads.items()}, part_of)
+        has = {name: grad is not None for name, grad in grads.items()}
+        seen["behind"], seen["unread"] = _behind_features(has, part_of), _unread(has)
         there = {name: grad for name, grad in grads.items() if grad is not None}
         if there:
             norms = torch.stack([g.norm().float() for g in there.values()])
@@ -153,7 +155,8 @@ def judge(folder: str, kinds: Collection[str] = MEDIA, tried: Collection[str] | 
     had = kinds if tried is None else tried
     missed = [name for name in seen["without"] if _waits_for(name, seen["parts"][name], had)]
     behind = [name for name in seen.get("behind", []) if name not in missed]
-    names = [name for name in seen["without"] if name not in (*missed, *behind)]
+    unread = [name for name in seen.get("unread", []) if name not in (*missed, *behind)]
+    names = [name for name in seen["without"] if name not in (*missed, *behind, *unread)]
     if idle:
         parts = sorted({seen["parts"][name] for name in idle})
         cause = f"No row has a file for them (part: {', '.join(parts)}): no step changes them, and they take memory."
@@ -166,6 +169,11 @@ def judge(folder: str, kinds: Collection[str] = MEDIA, tried: Collection[str] | 
             "nothing that must be changed; they take memory alone",
         )
         checks.append(Check(AREA, "unused layers", "warn", shown, cause, option))
+    if unread:
+        layers = ", ".join(sorted({_layer(name).rpartition(".")[2] for name in unread}))
+        cause = "The model passes these layers by, or reads their weights itself: they stay as they began."
+        shown, option = f"none for {len(unread)}: {some(unread)}", f"--target-modules that leaves out {layers}"
+        checks.append(Check(AREA, "unused adapters", "warn", shown, cause, option))
     if names:
         cause = "They are trained, but nothing of the loss depends on them: no step changes them."
         option = "--freeze the part, or look at the forward; with reentrant checkpointing: --checkpointing-reentrant no"
@@ -184,7 +192,7 @@ def judge(folder: str, kinds: Collection[str] = MEDIA, tried: Collection[str] | 
             )
         )
     else:
-        which = "every other trained parameter" if missed else "every trained parameter"
+        which = "every other trained parameter" if missed or unread else "every trained parameter"
         checks.append(Check(AREA, "gradients", "ok", f"{which} has one, and it is finite"))
     drawn = seen["drawn"]
     told = rewards(drawn or [])
@@ -202,6 +210,18 @@ def _behind_features(has_gradient: Mapping[str, bool], part_of: Mapping[str, str
         last = max((place for place, name in enumerate(names) if has_gradient[name]), default=len(names))
         found += names[last + 1 :]
     return found
+
+
+def _unread(has_gradient: Mapping[str, bool]) -> list[str]:
+    """Adapters on layers of a name of which no block gives a gradient, where layers of another name do."""
+    adapters = [name for name in has_gradient if ADAPTER in name]
+    called = {_layer(name) for name in adapters if has_gradient[name]}
+    return [name for name in adapters if _layer(name) not in called] if called else []
+
+
+def _layer(name: str) -> str:
+    """The place of an adapter's layer, the same in all blocks."""
+    return ".".join(word for word in name.partition(ADAPTER)[0].split(".") if not word.isdigit())
 
 
 def _waits_for(name: str, part: str, kinds: Collection[str]) -> bool:
