@@ -146,12 +146,10 @@ def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) 
         how |= labels_of(config).config if isinstance(config, DoctorConfig) and labelled else {}
         loaded = load_model(source, config, auto, config.model_type, **how)
         model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
-        if labelled:
+        if labelled or scores:
             info = model_checks.without_heads(model, info)
         if embeds:
             info = model_checks.body_only(info)
-        if scores:  # what gives the score is made anew: it is what is learnt
-            info = {**info, "missing_keys": [k for k in info.get("missing_keys", ()) if not k.startswith("score.")]}
         checks += model_checks.loading(info)
         embedding = model_checks.embedding_of(model)
         if embedding is not None:
