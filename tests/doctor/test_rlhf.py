@@ -65,6 +65,7 @@ def looked(argv, commands, files, tiny_models, tmp_path_factory):  # noqa: F811
             ("labels", ["doctor", "--json", *judged, *without]),
             ("unanswered", ["doctor", "--json", *unanswered, *without]),
             ("drawn", ["verify", *argv("grpo")]),
+            ("rm", ["doctor", "--json", *argv("rm"), *without]),
             *((f"sees {kind}", ["doctor", "--json", *sees(kind), *without]) for kind in ("rm", "ppo", "dpo")),
         ]
     )
@@ -141,6 +142,10 @@ def test_rows_to_evaluate_on_have_what_rewards_want(looked):
         "accuracy compares with a right answer"
         in checks_of(looked["unanswered"])["data: rows to evaluate on"]["evidence"]
     )
+
+
+def test_the_head_for_words_of_a_reward_model_is_not_missed(looked):
+    assert checks_of(looked["rm"])["model: weights"]["status"] == "ok"
 
 
 @pytest.mark.parametrize("kind", ["dpo", "rm", "ppo"])

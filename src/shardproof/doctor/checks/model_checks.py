@@ -87,12 +87,12 @@ def trained(model: nn.Module, config: RunConfig, writes: bool = True) -> list[Ch
         return [Check(AREA, "trained", "fail", seen, "Nothing is trained.", "--tuner, --freeze, --train-parts")]
     if config.tuner == "full":
         from shardproof.models.families.anatomy import anatomy
-        from shardproof.train.model.parts import named, of_head_alone, parts_trained
+        from shardproof.train.model.parts import named, parts_trained, passed_by
 
         found = anatomy(model)
         chosen = parts_trained(model, found.parts, config)
         asked = named(model, "--freeze-parameters", config.freeze_parameters)
-        idle = [] if writes else [id(parameter) for parameter in of_head_alone(model)]
+        idle = [] if writes else [id(parameter) for parameter in passed_by(model)]
         meant = [name for name in frozen if found.part_of.get(name) in chosen and id(params[name]) not in idle]
         unasked = [name for name in meant if name not in asked]
         if unasked:

@@ -62,7 +62,7 @@ def _scores(model: nn.Module) -> bool:
 
 def freeze_head(model: Any) -> None:
     """What is asked for vectors or scores is not asked for words."""
-    for parameter in of_head_alone(model):
+    for parameter in passed_by(model):
         parameter.requires_grad_(False)
 
 
@@ -71,8 +71,12 @@ def head_for_words(model: Any) -> Any:
     return getattr(model, "get_output_embeddings", lambda: None)()
 
 
-def of_head_alone(model: Any) -> list[nn.Parameter]:
-    """The parameters of a head for words that are not the embedding's, too."""
+def passed_by(model: Any) -> list[nn.Parameter]:
+    """The parameters of what gives neither vectors nor scores: of a head for words, if they are not the embedding's,
+    too, and of the pooler of a model without a head (BERT), whose hidden states are what vectors are made of."""
+    if model.base_model is model:
+        pooler = getattr(model, "pooler", None)
+        return [] if pooler is None else list(pooler.parameters())
     head, embedding = head_for_words(model), model.get_input_embeddings()
     return [] if head is None or head.weight is embedding.weight else list(head.parameters())
 
