@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from shardproof.casebook.runner import Runner
+from shardproof.casebook.worker import Answer
 from shardproof.cli.cases import run
 from shardproof.errors import ConfigError
 
@@ -83,3 +86,13 @@ def test_help_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "usage: shardproof cases" in done.stdout
+
+
+def test_a_case_that_fails_in_one_process_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of the user's own may (--case MODULE)."""
+    runner = Runner(2, 1.0)
+    for answer, told in ((Answer("error", text="ValueError: x"), "ValueError: x"), (Answer("silent"), "within 180 s")):
+        monkeypatch.setattr(runner, "group", lambda _, answer=answer: SimpleNamespace(ask=lambda *_: [answer]))
+        with pytest.raises(ConfigError, match=f"Case mine.own does not run in one process.*{told}"):
+            runner.reference("mine.own")
+    runner.close()

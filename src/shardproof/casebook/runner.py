@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shardproof.casebook.case import Case, case_named
 from shardproof.casebook.worker import Answer, Group, Task
+from shardproof.errors import ConfigError
 
 REFERENCE_LIMIT = 180.0
 
@@ -64,13 +65,14 @@ class Runner:
         """The file with what one process gives.
 
         Raises:
-            RuntimeError: the case fails there: it is no case then.
+            ConfigError: the case fails there: it is no case then.
         """
         if name not in self.references:
             path = str(Path(self.folder.name) / name)
             (answer,) = self.group("one").ask(Task(name, "one", None, self.world, path), REFERENCE_LIMIT)
             if answer.kind != "done":
-                raise RuntimeError(f"case {name} does not run in one process: {answer.kind} {answer.text}")
+                ended = {"silent": f"it has not ended within {REFERENCE_LIMIT:.0f} s"}.get(answer.kind, answer.text)
+                raise ConfigError(f"Case {name} does not run in one process, whose numbers it is to give: {ended}")
             self.references[name] = path
         return self.references[name]
 
