@@ -63,6 +63,7 @@ def run(argv: Sequence[str]) -> int:
     config = options.build(ExportConfig, found)
     before_imports(False, config.verbose)
     from shardproof.cli.hub import run_or_model
+    from shardproof.models.scorers import made_here
     from shardproof.plugins import load
     from shardproof.train.export import export
 
@@ -77,6 +78,8 @@ def run(argv: Sequence[str]) -> int:
     )
     print(f"weights: {done.folder} ({done.size / 1e6:,.1f} MB in {done.files} file(s))")
     print(f"checked: loaded again, it computes the same logits{merged}")
+    if kind := made_here(done.folder):
+        print(f"transformers has no {kind}: shardproof.models.scorers.load_scorer loads it")
     if done.further:
         print(f"MTP: {done.further} tensors of layers that predict further tokens, as the base has them")
     if done.max_pixels is not None:

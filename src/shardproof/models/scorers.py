@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from shardproof.models.loading.classes import check_one_backbone, check_speaks, class_of, load_pretrained, with_values
-from shardproof.models.loading.processors import processor_class
+from shardproof.models.loading.processors import processor_class, said_by
 
 HEADED = "ForSequenceClassification"  # how the names of such classes end
 HEADS = ("score.", "classifier.", "classification_head.")  # how transformers names the head
@@ -65,6 +66,15 @@ def load_scorer(
     if processor_class(source) is not None:
         check_one_backbone(loaded[0] if isinstance(loaded, tuple) else loaded, "A head for scores")
     return loaded
+
+
+def made_here(folder: str | Path) -> str:
+    """The class of a model in a folder that only `load_scorer` knows; empty where transformers has it."""
+    import transformers
+
+    said = said_by(str(folder), "config.json")
+    kind = str((said.get("architectures") or [""])[0])
+    return kind if kind.endswith(HEADED) and not said.get("auto_map") and not hasattr(transformers, kind) else ""
 
 
 def last_places(mask: Any) -> Any:
