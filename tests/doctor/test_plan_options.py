@@ -591,6 +591,37 @@ def test_a_plugins_model_under_another_name_is_not_counted_as_that(folder):
     assert (check.status, "--model-type own is a plugin's" in check.evidence) == ("warn", True)
 
 
+@pytest.mark.parametrize(
+    ("offload", "kept", "host", "disk", "found"),
+    [
+        ("optimizer", 0.0, 9, 1, {"memory of the host": "16.00 GB for 2 process(es), and 9.00 GB are left"}),
+        ("all", 0.0, 17, 1, {}),
+        ("optimizer", 1e9, 17, 1, {"memory of the host": "18.00 GB for 2 process(es), and 17.00 GB are left"}),
+        ("nvme", 1e9, 3, 17, {}),
+        ("nvme", 0.0, 1, 15, {"disk of DISK": "16.00 GB for 2 process(es), and 15.00 GB are left"}),
+        (None, 0.0, 0, 0, {}),
+    ],
+)
+def test_what_is_not_on_the_devices_has_to_fit_where_it_lies(
+    tmp_path: Path, offload: str | None, kept: float, host: int, disk: int, found: dict[str, str]
+) -> None:
+    """8 GB of each of four processes, two on a machine; the folder on the disk is not there yet."""
+    from shardproof.doctor.checks import plan_checks
+    from shardproof.zero import device
+
+    lies = {"offload": offload or "none", "home": 8e9 if offload else 0.0, "kept": kept}
+    candidate = Candidate(3, 4, False, 1, 64, {}, 0.0, 0.0, 0.0, 0, 1.0, **lies)
+    named = f"nvme:{tmp_path}/not/there" if offload == "nvme" else offload
+    run = DoctorConfig(model="m", dataset=["d"], offload=named, nnodes="2")
+    batch = Batch(micro=1, accumulation=1, world_size=4)
+    room = mock.Mock(free=disk * 10**9)
+    with mock.patch.object(device, "host_memory", return_value=host * 10**9):
+        with mock.patch.object(plan_checks.shutil, "disk_usage", return_value=room):
+            checks = plan_checks.elsewhere(run, batch, candidate)
+    assert {check.name.replace(str(tmp_path), "DISK"): check.evidence for check in checks} == found
+    assert all(check.status == "fail" for check in checks)
+
+
 @pytest.mark.slow
 def test_what_is_left_can_hold_gathered_weights(folder):
     from shardproof.doctor.planning.plan_view import verdict

@@ -118,7 +118,7 @@ def checkpoints(config: RunConfig, steps: int, epoch: int) -> list[Check]:
 
 def output(config: RunConfig) -> list[Check]:
     """Whether the folder of the run can be made and written to, without making it."""
-    place = _nearest(config)
+    place = nearest(config.output_dir or "runs")
     wanted = config.output_dir or "runs"
     if not place.is_dir():
         seen = f"{wanted} cannot be made: {place} is a file"
@@ -129,9 +129,9 @@ def output(config: RunConfig) -> list[Check]:
     return [Check(AREA, "output", "fail", seen, "The run would end before it begins.", "--output-dir")]
 
 
-def _nearest(config: RunConfig) -> Path:
-    """The output folder, or what is there of the path to it."""
-    place = Path(config.output_dir or "runs").expanduser().absolute()
+def nearest(folder: str) -> Path:
+    """A folder, or what is there of the path to it."""
+    place = Path(folder).expanduser().absolute()
     while not place.exists():
         place = place.parent
     return place
@@ -139,7 +139,7 @@ def _nearest(config: RunConfig) -> Path:
 
 def disk(config: RunConfig, needed: int, free: int | None = None) -> list[Check]:
     """Whether what the run writes fits where it goes. `free`: bytes there, if known."""
-    place = _nearest(config)
+    place = nearest(config.output_dir or "runs")
     free = shutil.disk_usage(place).free if free is None else free
     seen = f"{needed / 1e9:.2f} GB to write, {free / 1e9:.2f} GB free in {place}"
     limit = "--save-total-limit 1, or " if config.writes_checkpoints and config.save_total_limit != 1 else ""

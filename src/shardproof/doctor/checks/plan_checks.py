@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.doctor.checks.check import Check
+from shardproof.doctor.checks.machine import nearest
 from shardproof.doctor.config import DoctorConfig, PlanConfig, RlhfDoctorConfig
 from shardproof.doctor.planning.subject import ROWS_ARE_TEXT
 from shardproof.errors import ConfigError
@@ -79,7 +81,8 @@ def memory(
     except Exception as error:  # a model of a plugin's, or one that asks for values: a plan is no reason to stop
         seen = f"not known: {type(error).__name__}: {' '.join(str(error).split())}"
         return [Check("plan", "memory", "warn", seen, "The model cannot be planned.")]
-    return [judged(config, f"{batch.micro} row(s) of {length} tokens", found, there)]
+    judgement = judged(config, f"{batch.micro} row(s) of {length} tokens", found, there)
+    return [judgement, *([] if config.memory else elsewhere(config, batch, found.candidate))]
 
 
 def _counted(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, processing: Any) -> Held:
@@ -180,6 +183,34 @@ def judged(config: DoctorConfig | RlhfDoctorConfig, rows: str, found: Held, ther
     return Check("plan", "memory", "ok", seen)
 
 
+def elsewhere(config: DoctorConfig | RlhfDoctorConfig, batch: Batch, candidate: Candidate) -> list[Check]:
+    """Findings where this machine has no room for what its processes keep in its memory, or on its disk, and not on
+    their devices."""
+    from shardproof.zero.device import host_memory
+
+    how, _, folder = (config.offload or "none").partition(":")
+    processes = max(1, batch.world_size // machines_of(config))
+    on_disk = candidate.home if how == "nvme" else 0.0
+    rooms = [("memory of the host", candidate.home - on_disk + candidate.kept, host_memory())]
+    if on_disk:
+        place = nearest(folder)
+        rooms.append((f"disk of {place}", on_disk, shutil.disk_usage(place).free))
+    found = []
+    for name, needed, free in rooms:
+        if free and processes * needed > free:
+            seen = f"{processes * needed / 1e9:.2f} GB for {processes} process(es), and {free / 1e9:.2f} GB are left"
+            why = "The run would end when what is not on the devices finds no room."
+            option = "--tuner lora, --optimizer adamw_8bit, or more machines"
+            option = option if on_disk else f"--offload nvme:FOLDER on a large disk, {option}"
+            found.append(Check("plan", name, "fail", seen, why, option))
+    return found
+
+
+def machines_of(config: DoctorConfig | RlhfDoctorConfig) -> int:
+    """How many machines a run takes, at least."""
+    return int(str(config.nnodes or 1).partition(":")[0])
+
+
 def plan_of(config: Any, batch: Batch, source: str, length: int, memory: float) -> PlanConfig:
     """A run in the words of `shardproof plan`, which has many of its options."""
     import torch
@@ -188,7 +219,7 @@ def plan_of(config: Any, batch: Batch, source: str, length: int, memory: float) 
     on_cpu = not torch.accelerator.is_available()
     elsewhere: Any = (config.offload or "none").partition(":")[0]
     paired = isinstance(config, RlhfDoctorConfig) and config.rlhf_type in PAIRED
-    machines, world = int(str(config.nnodes or 1).partition(":")[0]), batch.world_size
+    machines, world = machines_of(config), batch.world_size
     whole = config.shard_group == 1  # then a process holds all there is, as at stage 0
     labelled = config.recipe == "seq_cls"
     own: dict[str, Any] = {
