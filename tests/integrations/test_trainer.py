@@ -269,7 +269,51 @@ def translator(seed: int) -> Any:
     return T5ForConditionalGeneration(T5Config(vocab_size=67, decoder_start_token_id=0, **sizes))
 
 
-MEANS = {"classifier": classifier, "translator": translator}
+def pair(seed: int) -> Any:
+    """Hands the number of tokens on to its decoder, which is asked for no loss."""
+    from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel
+
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    side = BertConfig(num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes)
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(side, side)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    return EncoderDecoderModel(config)
+
+
+def grader(seed: int, labels: int = 1) -> Any:
+    """Hands the number of labels on to a loss of squares, which passes it over."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_labels=labels, **sizes))
+
+
+def tagger(seed: int) -> Any:
+    return grader(seed, labels=2)
+
+
+def listener(seed: int) -> Any:
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    convolutions = {"conv_dim": (8, 8), "conv_stride": (4, 4), "conv_kernel": (8, 8), "num_feat_extract_layers": 2}
+    still = dict.fromkeys(
+        ("hidden_dropout", "attention_dropout", "feat_proj_dropout", "final_dropout", "layerdrop"), 0.0
+    )
+    still |= {"mask_time_prob": 0.0, "activation_dropout": 0.0, "num_conv_pos_embedding_groups": 4}
+    return Wav2Vec2ForCTC(Wav2Vec2Config(vocab_size=67, ctc_loss_reduction="mean", **sizes, **convolutions, **still))
+
+
+MEANS = {"classifier": classifier, "translator": translator, "pair": pair, "grader": grader, "tagger": tagger}
+MEANS |= {"listener": listener}
+DRAWN = {  # rows of those that take no ids: what a model is given, and its labels
+    "grader": lambda ids: {"pixel_values": torch.full((3, 8, 8), ids[0] / 67), "labels": ids[1] / 67},
+    "tagger": lambda ids: {"pixel_values": torch.full((3, 8, 8), ids[0] / 67), "labels": [ids[1] / 67, 1.0]},
+    "listener": lambda ids: {"input_values": torch.tensor(ids).float().repeat(40).sin(), "labels": ids[:4]},
+}
 
 
 def learnt_by_a_mean(folder: str, stage: int | None, name: str, steps: int) -> list[float]:
@@ -279,12 +323,25 @@ def learnt_by_a_mean(folder: str, stage: int | None, name: str, steps: int) -> l
     run = trainer(Path(folder), stage, made=MEANS[name], max_steps=2, **options)
     if name == "classifier":
         run.train_dataset = [row | {"labels": row["input_ids"][0] % 3} for row in rows()]
+    if name in DRAWN:
+        run.train_dataset = [DRAWN[name](row["input_ids"]) for row in rows()]
     run.train()
     norms = [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry]
     return [*losses(run), *norms, run.evaluate(run.train_dataset)["eval_loss"]]
 
 
-@pytest.mark.parametrize(("name", "steps", "stage"), [("classifier", 2, 0), ("classifier", 1, 3), ("translator", 2, 3)])
+@pytest.mark.parametrize(
+    ("name", "steps", "stage"),
+    [
+        ("classifier", 2, 0),
+        ("classifier", 1, 3),
+        ("translator", 2, 3),
+        ("pair", 1, 3),
+        ("grader", 1, 3),
+        ("tagger", 1, 3),
+        ("listener", 1, 3),
+    ],
+)
 def test_a_loss_that_is_a_mean_does_not_grow_with_the_ranks(run2, tmp_path, name: str, steps: int, stage: int):
     """Trainer multiplies by their number the loss of whatever takes **kwargs."""
     expected = learnt_by_a_mean(str(tmp_path), None, name, steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardproof.models.forward import divides_its_loss
@@ -24,7 +25,7 @@ class AveragedLoss(Base):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's own, which is told not to multiply what the model has not divided."""
-        if not self._is_mean():
+        if not self._is_mean(inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)
         before, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
         try:
@@ -37,9 +38,10 @@ class AveragedLoss(Base):
         self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
         return super()._finalize_training(*args, **kwargs)
 
-    def _is_mean(self) -> bool:
+    def _is_mean(self, inputs: Any) -> bool:
         """Whether Trainer takes the loss of the model's forward, and that is a mean. A trainer of TRL's divides by
         itself what it computes of the logits; so do a loss function that is given, and the label smoother."""
         own = any(kind.__module__.startswith("trl.") and "compute_loss" in vars(kind) for kind in type(self).__mro__)
         given = self.compute_loss_func is not None or self.label_smoother is not None
-        return not own and not given and not divides_its_loss(self.model)
+        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+        return not own and not given and not divides_its_loss(self.model, labels)

@@ -320,7 +320,7 @@ class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
         self._allow_backward(loss)
         return (loss, None) if return_outputs else loss
 
-    def _is_mean(self) -> bool:
+    def _is_mean(self, inputs: Any) -> bool:
         """Of a batch; it is weighed by the tokens that are learnt in it."""
         return False
 
