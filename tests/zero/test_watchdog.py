@@ -155,7 +155,9 @@ COLLECTIVE = frames._COLLECTIVES[0]
 def test_a_place_is_the_innermost_line_that_is_the_users() -> None:
     """Packages are, though they may lie in a folder of the standard library."""
     package = f"{frames._STDLIB}site-packages/peft/layer.py"
-    for inner in (ENGINE, ONE_OF_TORCH, f"{frames._STDLIB}contextlib.py", "<string>"):
+    integration = f"{frames._INTEGRATIONS}accelerate.py"
+    assert os.path.exists(integration)
+    for inner in (ENGINE, integration, ONE_OF_TORCH, f"{frames._STDLIB}contextlib.py", "<string>"):
         assert frames.place_in_user_code(frame_in(MINE, inner)) == f"{MINE}:1 (train)", inner
     assert frames.place_in_user_code(frame_in(MINE, package, ONE_OF_TORCH)) == f"{package}:1 (layer)"
     assert frames.place_in_user_code(None) == "the end of its program"

@@ -11,6 +11,7 @@ model in DDP, `prepare` shards it in place; so a model stays its own class and t
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from shardproof.errors import ConfigError
 from shardproof.integrations.prepared import check_processes, filled_up, meeting_first, stepping
 from shardproof.integrations.saved import adapters_of, saved_names, state_dict_of
 from shardproof.integrations.weights import places_of_entries, stream_weights
-from shardproof.zero.checks import has_engine
+from shardproof.zero.checks import engine_of, has_engine
 
 if TYPE_CHECKING:
     from shardproof import MixedPrecision
@@ -239,11 +240,17 @@ class Accelerator(accelerate.Accelerator):
     ) -> Any:
         """Save everything there is. Models and optimizers are checkpoints of `shardproof.save`, so that they can be
         loaded at another stage and on another number of processes; the rest is Accelerate's. Every process must call
-        it."""
+        it: many scripts do so on the main one only."""
+        for model in filter(has_engine, self._models):
+            engine_of(model).meet("collect the state dict")  # told apart from gathers, at which the others may be
         self._meet()
         models, pairs = self._models, self._pairs()
         where: list[Any] = []
-        hooks = {key: _with(hook, models) for key, hook in self._save_model_state_pre_hook.items()}
+        weights = [model.state_dict() for model in models]  # a hook takes those away that it writes by itself
+        hooks = {
+            key: functools.partial(_save_hook, hook, models, weights)
+            for key, hook in self._save_model_state_pre_hook.items()
+        }
         with self._without_models({**hooks, "shardproof": lambda _, __, folder: where.append(folder)}, {}):
             location = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
         for number, (model, optimizer) in enumerate(pairs):
@@ -258,7 +265,9 @@ class Accelerator(accelerate.Accelerator):
         """Load what `save_state` saved, at any stage and number of processes. Every process must call it."""
         models, pairs = self._models, self._pairs()
         where: list[Any] = []
-        hooks = {key: _with(hook, models) for key, hook in self._load_model_state_pre_hook.items()}
+        hooks = {
+            key: functools.partial(_load_hook, hook, models) for key, hook in self._load_model_state_pre_hook.items()
+        }
         with self._without_models({}, {**hooks, "shardproof": lambda _, folder: where.append(folder)}):
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
         for number, (model, optimizer) in enumerate(pairs):
@@ -333,9 +342,15 @@ def _given(accelerator: Accelerator, weights: dict[str, Any]) -> Iterator[None]:
         del accelerator.get_state_dict
 
 
-def _with(hook: Any, models: list[nn.Module]) -> Any:
-    """A user's hook around saving or loading, which sees the models that Accelerate does not."""
-    return lambda _, *rest: hook(models, *rest)
+def _save_hook(hook: Any, models: list[nn.Module], weights: list[Any], _: Any, __: Any, folder: Any) -> None:
+    """A user's hook around saving, which sees the models that Accelerate does not. Popping them changes no list of
+    the accelerator's."""
+    hook(list(models), weights, folder)
+
+
+def _load_hook(hook: Any, models: list[nn.Module], _: Any, folder: Any) -> None:
+    """Likewise, around loading."""
+    hook(list(models), folder)
 
 
 def _folder(location: str | os.PathLike[str], number: int) -> Path:

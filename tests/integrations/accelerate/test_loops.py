@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from shardproof.errors import ConfigError, EngineError
+from shardproof.errors import ConfigError, DesyncError, EngineError
 
 IMPORTS = 240.0  # seconds: the first test in a rank imports Accelerate, on a busy machine slowly
 LOOPS = Path(__file__).with_name("loops")
@@ -100,7 +101,8 @@ def test_a_loop_goes_on_where_it_was_saved(run2, tmp_path: Path, before: int, af
 
 
 def hooks(folder: str) -> None:
-    """Hooks see the models; folders are named and counted as Accelerate does it."""
+    """Hooks see the models and their weights, and may take both from the lists that they get, as those of diffusers'
+    scripts do; folders are named and counted as Accelerate does it."""
     from accelerate.utils import ProjectConfiguration
 
     from shardproof.integrations.accelerate import Accelerator
@@ -115,8 +117,19 @@ def hooks(folder: str) -> None:
     optimizer = torch.optim.SGD(models[1].parameters(), lr=0.1)
     *models, optimizer = accelerator.prepare(*models, optimizer)
     seen: list[Any] = []
-    accelerator.register_save_state_pre_hook(lambda given, weights, where: seen.append((given, weights, where)))
-    accelerator.register_load_state_pre_hook(lambda given, where: seen.append((given, where)))
+    names = [sorted(model.state_dict()) for model in models]
+
+    def saving(given: list[Any], weights: list[Any], where: str) -> None:
+        seen.append((list(given), [sorted(one) for one in weights], where))
+        for model in given:  # which the main process would save by itself
+            assert torch.equal(weights.pop()["head.bias"], model.head.bias)
+
+    def loading(given: list[Any], where: str) -> None:
+        seen.append((list(given), where))
+        given.clear()
+
+    accelerator.register_save_state_pre_hook(saving)
+    accelerator.register_load_state_pre_hook(loading)
     for _ in range(2):
         accelerator.save_state()
     assert sorted(p.name for p in Path(folder, "checkpoints").iterdir()) == ["checkpoint_1"]
@@ -125,13 +138,39 @@ def hooks(folder: str) -> None:
     accelerator.load_state()
     assert torch.equal(models[0].state_dict()["head.bias"], make_model().head.bias)
     assert [entry[0] for entry in seen] == [models] * 3
-    assert seen[0][1] == []
+    assert seen[0][1] == seen[1][1] == names
     assert accelerator._models == models
     fresh()
 
 
 def test_hooks_and_folders(run2, tmp_path: Path) -> None:
     run2(hooks, str(tmp_path), timeout=IMPORTS)
+
+
+def saved_on_one(folder: str) -> str:
+    from shardproof.integrations.accelerate import Accelerator
+
+    sys.path.insert(0, str(LOOPS))
+    from parts import make_model
+
+    fresh()
+    accelerator = Accelerator(stage=3)
+    accelerator.prepare(make_model())
+    accelerator.register_save_state_pre_hook(lambda models, weights, where: models[0].head.bias.sum().item())
+    try:
+        if accelerator.is_main_process:
+            accelerator.save_state(folder)
+        accelerator.gather(torch.ones(2))  # which waits for all, too
+    except DesyncError as error:
+        return str(error)
+    return ""
+
+
+def test_a_state_that_the_main_process_saves_alone_is_told_as_that(run2, tmp_path: Path) -> None:
+    """It was taken for the others' next gather, and the run ended in a timeout that spoke of barriers."""
+    for text in run2(saved_on_one, str(tmp_path), timeout=IMPORTS):
+        for rank, wants in enumerate(("collect the state dict", "wait for all ranks")):
+            assert re.search(rf"rank {rank} wants to {wants}, at .*test_loops.py:\d+ \(saved_on_one\)", text)
 
 
 def low_precision(stage: int) -> tuple[float, float]:

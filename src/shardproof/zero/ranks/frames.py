@@ -12,14 +12,18 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _WAITING = "distributed_c10d.py", "_functional_collectives.py", "nn/functional.py"
 _COLLECTIVES = tuple(f"{_TORCH}distributed{os.sep}{file}" for file in _WAITING)
 _ENGINE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_INTEGRATIONS = os.path.join(os.path.dirname(os.path.dirname(_ENGINE)), "integrations") + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
 def place_in_user_code(frame: FrameType | None) -> str:
-    """`file:line (function)` of the innermost frame outside of torch, the standard library and the engine."""
+    """`file:line (function)` of the innermost frame outside of torch, the standard library, the engine and our
+    integrations."""
     while frame is not None:
         file = frame.f_code.co_filename
-        ours = file.startswith((_TORCH, _ENGINE)) or (file.startswith(_STDLIB) and "site-packages" not in file)
+        ours = file.startswith((_TORCH, _ENGINE, _INTEGRATIONS)) or (
+            file.startswith(_STDLIB) and "site-packages" not in file
+        )
         if not ours and not file.startswith("<"):
             return f"{file}:{frame.f_lineno} ({frame.f_code.co_name})"
         frame = frame.f_back
