@@ -76,3 +76,29 @@ def saved_by_torch(path: str) -> str:
 def test_nor_where_torch_saves_an_optimizer(run2, tmp_path: Path):
     for text in run2(saved_by_torch, str(tmp_path)):
         assert "Use shardproof.save(model, optimizer, " in text
+
+
+def saved_on_rank_0(stage: int, path: str) -> dict[str, torch.Tensor]:
+    """As under DDP, between steps: rank 1 trains on."""
+    torch.manual_seed(0)
+    model = shardproof.shard(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)), stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights = {}
+    for step in range(4):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            weights = shardproof.full_state_dict(model, rank0_only=False)
+            if torch.distributed.get_rank() == 0:
+                torch.save(model.state_dict(), path)
+    shardproof.barrier(model)
+    torch.distributed.barrier()
+    return {name: value - weights[name] for name, value in torch.load(path).items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_rank_0_may_save_weights_alone(run2, tmp_path: Path, stage: int):
+    for apart in run2(saved_on_rank_0, stage, f"{tmp_path}/model.pt"):
+        assert len(apart) == 4
+        assert not any(value.any() for value in apart.values())
