@@ -25,6 +25,11 @@ def half_frozen(folder, **options):
     for layer in model.model.layers[:2]:
         layer.requires_grad_(False)
     return model
+
+
+@shardproof.register_loss("lost")
+def lost(outputs, labels, num_items_in_batch):
+    raise ValueError("there are no weights of tokens")
 """
 
 
@@ -67,6 +72,7 @@ def found(tmp_path_factory, tiny, rows, commands) -> dict[str, tuple[int, dict[s
         "frozen": [*fixed, *data, *without, "--external-plugins", str(plugin), "--model-type", "half_frozen"],
         "row": [*fixed, *without, "--model", str(tiny), "--dataset", str(bad)],
         "memory": [*fixed, *data, *planned, "--memory", "0.01"],
+        "loss": [*fixed, *data, "--plan", "no", "--external-plugins", str(plugin), "--loss-type", "lost"],
     }
     done = commands(list(jobs.items()))
     results = {}
@@ -105,6 +111,7 @@ def test_a_sound_run_passes(found):
         ("frozen", "model: trained", "requires_grad_"),
         ("row", "data: rows", "--bad-rows"),
         ("memory", "plan: memory", "--stage 3"),
+        ("loss", "trial: steps", "explain"),
     ],
 )
 def test_a_planted_fault_is_found_and_the_option_named(found, fault, check, word):
@@ -115,6 +122,11 @@ def test_a_planted_fault_is_found_and_the_option_named(found, fault, check, word
     assert checks[check]["cause"]
     assert checks[check]["evidence"]
     assert word in checks[check]["option"]
+
+
+def test_what_the_trial_has_ended_with_is_told(found):
+    """In the object, too, that `--json` prints."""
+    assert "there are no weights of tokens" in found["loss"][1]["trial: steps"]["evidence"]
 
 
 def test_a_full_disk_is_found(tmp_path):

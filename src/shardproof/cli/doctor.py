@@ -195,7 +195,7 @@ def _trial(config: Config, batch: Batch, source: str, rows: Any, folder: Path, t
     from shardproof.data.forms.parts import rows_of_kinds
     from shardproof.doctor.checks.data_checks import with_all_files
     from shardproof.doctor.observe import short_run
-    from shardproof.doctor.trial import STEPS, judge, with_each
+    from shardproof.doctor.trial import STEPS, ended, judge, with_each
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if isinstance(config, RlhfDoctorConfig) and config.use_vllm and config.vllm_mode == "server":
@@ -213,14 +213,5 @@ def _trial(config: Config, batch: Batch, source: str, rows: Any, folder: Path, t
     except ShardproofError as error:
         return [Check("trial", "steps", "fail", " ".join(str(error).split()), "The run would end so, too.")]
     if code:
-        return [
-            Check(
-                "trial",
-                "steps",
-                "fail",
-                f"ended with exit code {code}; its error stands above",
-                "",
-                "shardproof explain",
-            )
-        ]
+        return [ended(str(folder), code)]
     return judge(str(folder), kinds, tried)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import platform
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -19,6 +20,7 @@ from shardproof.doctor.checks.check import Check, some
 from shardproof.doctor.checks.machine import installed
 from shardproof.doctor.checks.rlhf_checks import rewards
 from shardproof.doctor.observe import observe
+from shardproof.errors import ShardproofError
 from shardproof.models.families.anatomy import anatomy, guessed_part
 from shardproof.models.families.family import FED_BY, MEDIA
 from shardproof.train.options.rlhf_config import draws_answers
@@ -27,7 +29,7 @@ from shardproof.zero.comm.world import is_first
 from shardproof.zero.device import default_device
 from shardproof.zero.tensors.parameter import ShardedParameter
 
-AREA, RESULT = "trial", "trial.json"
+AREA, RESULT, ENDED = "trial", "trial.json", "ended-"
 STEPS = 3  # two, and a third that shows the loss after them
 ROSE = 1.1  # a loss that is higher by this factor after two steps on the very rows is not learning
 NORM = 1e4  # a gradient norm beyond this is out of any order
@@ -38,7 +40,23 @@ NETWORK = 16 << 20  # bytes that are sent to measure
 
 
 def trial(prepared: Prepared, folder: str) -> None:
-    """Run the steps on this rank; rank 0 writes what was seen."""
+    """Run the steps on this rank; rank 0 writes what was seen, and each rank what it has ended with."""
+    try:
+        _take_steps(prepared, folder)
+    except Exception as error:
+        said = str(error) if isinstance(error, ShardproofError) else f"{type(error).__name__}: {error}"
+        (Path(folder) / f"{ENDED}{os.environ.get('RANK', '0')}").write_text(said)
+        raise
+
+
+def ended(folder: str, code: int) -> Check:
+    """The finding of a trial that has ended with an exit code: what the first rank that failed has said."""
+    told = sorted(Path(folder).glob(f"{ENDED}*"), key=lambda file: file.stat().st_mtime_ns)
+    said = " ".join(told[0].read_text().split()) if told else f"ended with exit code {code}; its error stands above"
+    return Check(AREA, "steps", "fail", said, "The run would end so, too.", "shardproof explain")
+
+
+def _take_steps(prepared: Prepared, folder: str) -> None:
     ranks = _ranks()
     seen: dict[str, Any] = {"without": [], "not_finite": [], "apart": [], "steps": 0, "moved": None, **ranks}
     before: dict[int, torch.Tensor] = {}
