@@ -13,7 +13,7 @@ import pytest
 
 from report.folders import record
 from shardproof.report import terminal
-from shardproof.report.terminal import Lines, Share, resources, size, view
+from shardproof.report.terminal import Bar, Lines, Share, resources, size, view
 
 SAMPLE = {"step": 1, "prompt": "two?", "completion": "[b]2[/b]", "rewards": {"right": 1.0, "quiet": None}}
 
@@ -120,6 +120,27 @@ def test_long_work_says_how_much_of_it_is_done(
     assert 15 < len(lines) < 30
     assert "100 %" not in lines[-1]
     assert capsys.readouterr().err == "encoding rows: 52 %  0:28 left\n"
+
+
+def test_how_far_an_evaluation_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the last step on a terminal, in lines elsewhere; nothing of it is left behind."""
+    clock = SimpleNamespace(perf_counter=lambda: 0.0)
+    monkeypatch.setattr(terminal, "time", clock)
+    lines, bar = Lines(), Bar()
+    bar.begin(20)
+    bar.logged(record(7))
+    for done in range(1, 11):
+        clock.perf_counter = lambda done=done: 6.0 * done
+        lines.evaluated(done, 10)
+        bar.evaluated(done, 10)
+        shown = bar.state.plain
+        assert shown.startswith("loss 3.52344")
+        assert shown.endswith(f"\nevaluation: {10 * done} %  0:{6 * (10 - done):02} left") is (1 < done < 10)
+    bar.end()
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line.startswith("evaluation")] == [
+        f"evaluation: {share} %  0:{left} left" for share, left in ((30, 42), (50, 30), (70, 18), (90, "06"))
+    ]
 
 
 def test_on_a_terminal_long_work_shows_a_bar() -> None:

@@ -122,3 +122,22 @@ def test_tokens_are_those_that_the_model_is_given() -> None:
     assert tokens_in(prompts) == 14  # of orpo and cpo
     assert tokens_in({"attention_mask": mask, "completion_mask": mask, "KL_attention_mask": mask}) == 14
     assert tokens_in({"prompt_mask": mask, "completion_mask": mask, "pixel_attention_mask": torch.ones(2, 8, 8)}) == 14
+
+
+def test_who_watches_hears_how_far_an_evaluation_is() -> None:
+    """Whether the loop over its batches is ours or Trainer's."""
+    from shardproof.train.stop import StopMixin
+    from shardproof.train.watching.report import Reporter
+
+    heard: list[tuple[int, int]] = []
+    view: Any = SimpleNamespace(evaluated=lambda *told: heard.append(told))
+    reporter = Reporter(lambda record: None, view)
+    trainer = StopMixin()
+    trainer.callback_handler = SimpleNamespace(callbacks=[reporter])
+    assert list(trainer.each_evaluated("abc")) == ["a", "b", "c"]
+    assert heard == [(1, 3), (2, 3), (3, 3)]
+    for _ in range(2):
+        for batch in (loader := ["a", "b"]):
+            reporter.on_prediction_step(None, None, batch, eval_dataloader=loader)
+        reporter.on_evaluate(None, None, None)
+    assert heard[3:] == [(1, 2), (2, 2)] * 2

@@ -13,6 +13,73 @@ TOLD = {"reward": "reward", "rewards/margins": "margin", "accuracy": "accuracy",
 TOLD |= {"mae": "mean error", "pearson": "correlation", "exact_match": "exact match", "rouge_l": "ROUGE-L"}
 
 
+class Share:
+    """How much of a long piece of work is done, on stderr: a bar on a terminal, elsewhere a line now and then. Work of
+    less than `quiet` seconds is not told of.
+
+    Args:
+        name: what is done, in a word or two.
+        shown: whether to say anything: one rank does.
+    """
+
+    def __init__(self, name: str, shown: bool = True, quiet: float = 10.0) -> None:
+        self.name, self.shown, self.quiet = name, shown, quiet
+        self.bar: Any = None
+        self.first = self.done = 0  # what was through when it was heard of, and is now
+        self.started = self.last = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        """`done` of `total` are through. Fewer than before: this is of other work, which begins."""
+        text = self.measured(done, total)
+        if self.shown and sys.stderr.isatty():
+            self._draw(done, total)
+        elif self.shown and text and self.due():
+            print(text, file=sys.stderr, flush=True)
+
+    def measured(self, done: int, total: int) -> str:
+        """The same in words; nothing where all is through, or the first of it."""
+        now = time.perf_counter()
+        if done < self.done or not self.done:
+            self.first, self.started, self.last = done, now, now
+        self.done = done
+        if not self.first < done < total:
+            return ""
+        left = clock((now - self.started) / (done - self.first) * (total - done))
+        return f"{self.name}: {100 * done / total:.0f} %  {left} left"
+
+    def due(self) -> bool:
+        """Whether a line is: rarely, where it takes hours."""
+        now = time.perf_counter()
+        if now - self.last < max(self.quiet, (now - self.started) / 10):
+            return False
+        self.last = now
+        return True
+
+    def _draw(self, done: int, total: int) -> None:
+        if self.bar is None and done < total and time.perf_counter() - self.started > self.quiet / 10:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self.bar = Progress(console=Console(stderr=True), transient=True)
+            self.bar.add_task(self.name)
+            self.bar.start()
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=done, total=total)
+        if done == total:
+            self._clear()
+
+    def _clear(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def __enter__(self) -> Share:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._clear()
+
+
 class Silent:
     """The view of every rank but the first."""
 
@@ -25,6 +92,9 @@ class Silent:
     def generated(self, record: dict[str, Any]) -> None:
         pass
 
+    def evaluated(self, done: int, total: int) -> None:
+        pass
+
     def end(self) -> None:
         pass
 
@@ -35,6 +105,7 @@ class Lines(Silent):
     def __init__(self, most: int = 40) -> None:
         self.most, self.steps, self.done, self.started, self.shown = most, 0, 0, time.perf_counter(), 0
         self.sampled = 0
+        self.evaluation = Share("evaluation")
 
     def begin(self, steps: int, done: int = 0) -> None:
         self.steps, self.done, self.started = steps, done, time.perf_counter()
@@ -55,6 +126,11 @@ class Lines(Silent):
             self.sampled = record["step"]
             print(sample(record), flush=True)
 
+    def evaluated(self, done: int, total: int) -> None:
+        text = self.evaluation.measured(done, total)
+        if text and self.evaluation.due():
+            print(text, flush=True)
+
 
 class Bar(Silent):
     """A progress bar, and under it the numbers of the last step; evaluations leave a line above it."""
@@ -62,6 +138,7 @@ class Bar(Silent):
     def __init__(self) -> None:
         self.live: Any = None
         self.steps = self.sampled = 0
+        self.evaluation = Share("evaluation")
 
     def begin(self, steps: int, done: int = 0) -> None:
         from rich.console import Group
@@ -94,65 +171,14 @@ class Bar(Silent):
             self.sampled = record["step"]
             self.live.console.print(sample(record), highlight=False, markup=False)
 
+    def evaluated(self, done: int, total: int) -> None:
+        told = self.state.plain.partition("\nevaluation: ")[0]
+        text = self.evaluation.measured(done, total)
+        self.state.plain = f"{told}\n{text}" if text else told
+
     def end(self) -> None:
         if self.live is not None:
             self.live.stop()
-
-
-class Share:
-    """How much of a long piece of work is done, on stderr: a bar on a terminal, elsewhere a line now and then. Work of
-    less than `quiet` seconds is not told of.
-
-    Args:
-        name: what is done, in a word or two.
-        shown: whether to say anything: one rank does.
-    """
-
-    def __init__(self, name: str, shown: bool = True, quiet: float = 10.0) -> None:
-        self.name, self.shown, self.quiet = name, shown, quiet
-        self.bar: Any = None
-        self.first = self.done = 0  # what was through when it was heard of, and is now
-        self.started = self.last = 0.0
-
-    def __call__(self, done: int, total: int) -> None:
-        """`done` of `total` are through. Fewer than before: this is of other work, which begins."""
-        now = time.perf_counter()
-        if done < self.done or not self.done:
-            self.first, self.started, self.last = done, now, now
-        self.done = done
-        taken = now - self.started
-        if not self.shown or done == self.first:
-            return
-        if sys.stderr.isatty():
-            self._draw(done, total, taken)
-        elif done < total and now - self.last >= max(self.quiet, taken / 10):  # rarely, where it takes hours
-            self.last = now
-            left = clock(taken / (done - self.first) * (total - done))
-            print(f"{self.name}: {100 * done / total:.0f} %  {left} left", file=sys.stderr, flush=True)
-
-    def _draw(self, done: int, total: int, taken: float) -> None:
-        if self.bar is None and done < total and taken > self.quiet / 10:
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self.bar = Progress(console=Console(stderr=True), transient=True)
-            self.bar.add_task(self.name)
-            self.bar.start()
-        if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=done, total=total)
-        if done == total:
-            self._clear()
-
-    def _clear(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-            self.bar = None
-
-    def __enter__(self) -> Share:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._clear()
 
 
 def view() -> Silent:

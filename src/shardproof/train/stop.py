@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from shardproof.errors import ConfigError
 from shardproof.interrupts import without_terminal
-from shardproof.train.watching.report import tells
+from shardproof.train.watching.report import Reporter, tells
 from shardproof.zero.comm.world import may_take_long
 
 ECHO = 1.0  # seconds: a terminal and a launcher may both hand on one Ctrl-C
@@ -185,9 +185,14 @@ class StopMixin:
     control: Any
     callback_handler: Any
 
-    def each_evaluated(self, batches: Sequence[_Batch]) -> Iterable[_Batch]:
-        """The batches of an evaluation, as many on each rank, until a signal asks to end."""
-        return batches if self._stop is None else self._stop.each(batches)
+    def each_evaluated(self, batches: Sequence[_Batch]) -> Iterator[_Batch]:
+        """The batches of an evaluation, as many on each rank, until a signal asks to end. Who watches the run hears how
+        many are through."""
+        reporters = [callback for callback in self.callback_handler.callbacks if isinstance(callback, Reporter)]
+        for number, batch in enumerate(batches if self._stop is None else self._stop.each(batches), 1):
+            yield batch
+            for reporter in reporters:
+                reporter.evaluated(number, len(batches))
 
     @functools.cached_property
     def _stop(self) -> StopAfterStep | None:

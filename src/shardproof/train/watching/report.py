@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers.trainer_utils import has_length
 
 from shardproof.train.log_file import LogFile
 from shardproof.train.watching.recorder import Recorder
@@ -25,6 +26,7 @@ class Reporter(TrainerCallback):
     def __init__(self, write: Write, view: View, answers: LogFile | None = None) -> None:
         self.write, self.view, self.answers = write, view, answers
         self.recorder = Recorder()
+        self._predicted = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.view.begin(state.max_steps, state.global_step)
@@ -53,6 +55,21 @@ class Reporter(TrainerCallback):
             return
         self.write(record)
         self.view.logged(record)
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        """Trainer's own evaluations call it behind each batch."""
+        self._predicted += 1
+        if has_length(eval_dataloader):
+            self.evaluated(self._predicted, len(eval_dataloader))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._predicted = 0
+
+    def evaluated(self, done: int, total: int) -> None:
+        """How many batches of an evaluation are through."""
+        self.view.evaluated(done, total)
 
     def generated(self, logs: Mapping[str, Any]) -> None:
         """What was generated since the last log, in which steps, and what it was worth, as TRL's trainers keep it."""
