@@ -496,7 +496,8 @@ def test_processes_encode_the_same(tokenizer, many, truncation, monkeypatch):
         rows, heard = read_rows([many]), []
         with telling(lambda *told, heard=heard: heard.append(told)):
             dataset = encode_rows(
-                *(rows, tokenizer),
+                rows,
+                tokenizer,
                 max_length=60,
                 truncation=truncation,
                 bad_rows="skip",

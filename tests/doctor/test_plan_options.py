@@ -617,7 +617,7 @@ def test_what_is_not_on_the_devices_has_to_fit_where_it_lies(
     room = mock.Mock(free=disk * 10**9)
     of_host = mock.patch.object(device, "host_memory", return_value=host * 10**9)
     with of_host, mock.patch.object(plan_checks.shutil, "disk_usage", return_value=room):
-        checks = plan_checks.elsewhere(run, batch, candidate)
+        checks = plan_checks.room_elsewhere(run, batch, candidate)
     assert {check.name.replace(str(tmp_path), "DISK"): check.evidence for check in checks} == found
     assert all(check.status == "fail" for check in checks)
 

@@ -51,8 +51,8 @@ def trial(prepared: Prepared, folder: str) -> None:
 
 def ended(folder: str, code: int) -> Check:
     """The finding of a trial that has ended with an exit code: what the first rank that failed has said."""
-    told = sorted(Path(folder).glob(f"{ENDED}*"), key=lambda file: file.stat().st_mtime_ns)
-    said = " ".join(told[0].read_text().split()) if told else f"ended with exit code {code}; its error stands above"
+    told = min(Path(folder).glob(f"{ENDED}*"), key=lambda file: file.stat().st_mtime_ns, default=None)
+    said = " ".join(told.read_text().split()) if told else f"ended with exit code {code}; its error stands above"
     return Check(AREA, "steps", "fail", said, "The run would end so, too.", "shardproof explain")
 
 

@@ -30,10 +30,12 @@ class Share:
 
     def __call__(self, done: int, total: int) -> None:
         """`done` of `total` are through. Fewer than before: this is of other work, which begins."""
-        text = self.measured(done, total)
-        if self.shown and sys.stderr.isatty():
+        if not self.shown:
+            return
+        if sys.stderr.isatty():
+            self.measured(done, total)
             self._draw(done, total)
-        elif self.shown and text and self.due():
+        elif text := self.line(done, total):
             print(text, file=sys.stderr, flush=True)
 
     def measured(self, done: int, total: int) -> str:
@@ -47,13 +49,13 @@ class Share:
         left = clock((now - self.started) / (done - self.first) * (total - done))
         return f"{self.name}: {100 * done / total:.0f} %  {left} left"
 
-    def due(self) -> bool:
-        """Whether a line is: rarely, where it takes hours."""
-        now = time.perf_counter()
-        if now - self.last < max(self.quiet, (now - self.started) / 10):
-            return False
+    def line(self, done: int, total: int) -> str:
+        """The same where a line is due: rarely, where it takes hours."""
+        text, now = self.measured(done, total), time.perf_counter()
+        if not text or now - self.last < max(self.quiet, (now - self.started) / 10):
+            return ""
         self.last = now
-        return True
+        return text
 
     def _draw(self, done: int, total: int) -> None:
         if self.bar is None and done < total and time.perf_counter() - self.started > self.quiet / 10:
@@ -127,8 +129,7 @@ class Lines(Silent):
             print(sample(record), flush=True)
 
     def evaluated(self, done: int, total: int) -> None:
-        text = self.evaluation.measured(done, total)
-        if text and self.evaluation.due():
+        if text := self.evaluation.line(done, total):
             print(text, flush=True)
 
 

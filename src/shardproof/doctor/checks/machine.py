@@ -118,8 +118,8 @@ def checkpoints(config: RunConfig, steps: int, epoch: int) -> list[Check]:
 
 def output(config: RunConfig) -> list[Check]:
     """Whether the folder of the run can be made and written to, without making it."""
-    place = nearest(config.output_dir or "runs")
     wanted = config.output_dir or "runs"
+    place = nearest(wanted)
     if not place.is_dir():
         seen = f"{wanted} cannot be made: {place} is a file"
     elif not os.access(place, os.W_OK | os.X_OK):

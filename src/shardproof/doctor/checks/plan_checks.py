@@ -82,7 +82,7 @@ def memory(
         seen = f"not known: {type(error).__name__}: {' '.join(str(error).split())}"
         return [Check("plan", "memory", "warn", seen, "The model cannot be planned.")]
     judgement = judged(config, f"{batch.micro} row(s) of {length} tokens", found, there)
-    return [judgement, *([] if config.memory else elsewhere(config, batch, found.candidate))]
+    return [judgement, *([] if config.memory else room_elsewhere(config, batch, found.candidate))]
 
 
 def _counted(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, processing: Any) -> Held:
@@ -183,25 +183,23 @@ def judged(config: DoctorConfig | RlhfDoctorConfig, rows: str, found: Held, ther
     return Check("plan", "memory", "ok", seen)
 
 
-def elsewhere(config: DoctorConfig | RlhfDoctorConfig, batch: Batch, candidate: Candidate) -> list[Check]:
+def room_elsewhere(config: DoctorConfig | RlhfDoctorConfig, batch: Batch, candidate: Candidate) -> list[Check]:
     """Findings where this machine has no room for what its processes keep in its memory, or on its disk, and not on
     their devices."""
     from shardproof.zero.device import host_memory
 
-    how, _, folder = (config.offload or "none").partition(":")
     processes = max(1, batch.world_size // machines_of(config))
-    on_disk = candidate.home if how == "nvme" else 0.0
-    rooms = [("memory of the host", candidate.home - on_disk + candidate.kept, host_memory())]
-    if on_disk:
-        place = nearest(folder)
-        rooms.append((f"disk of {place}", on_disk, shutil.disk_usage(place).free))
+    rooms = [("memory of the host", candidate.on_host, host_memory())]
+    if candidate.on_disk:
+        place = nearest(str(config.offload).partition(":")[2])
+        rooms.append((f"disk of {place}", candidate.on_disk, shutil.disk_usage(place).free))
     found = []
     for name, needed, free in rooms:
         if free and processes * needed > free:
             seen = f"{processes * needed / 1e9:.2f} GB for {processes} process(es), and {free / 1e9:.2f} GB are left"
             why = "The run would end when what is not on the devices finds no room."
             option = "--tuner lora, --optimizer adamw_8bit, or more machines"
-            option = option if on_disk else f"--offload nvme:FOLDER on a large disk, {option}"
+            option = option if candidate.on_disk else f"--offload nvme:FOLDER on a large disk, {option}"
             found.append(Check("plan", name, "fail", seen, why, option))
     return found
 

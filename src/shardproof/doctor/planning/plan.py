@@ -68,6 +68,16 @@ class Candidate:
         return sum(self.held.values())
 
     @property
+    def on_disk(self) -> float:
+        """Bytes that lie on disks."""
+        return self.home if self.offload == "nvme" else 0.0
+
+    @property
+    def on_host(self) -> float:
+        """Bytes that lie in the host's memory, activations among them."""
+        return self.home - self.on_disk + self.kept
+
+    @property
     def tokens_per_second(self) -> float:
         """Of all ranks."""
         return self.tokens / self.seconds
@@ -100,8 +110,7 @@ class Plan:
 
     def has_room(self, c: Candidate) -> bool:
         """Whether there is room for what lies elsewhere."""
-        on_disk = c.home if c.offload == "nvme" else 0.0
-        return on_disk <= self.rooms["disk"] and c.home - on_disk + c.kept <= self.rooms["host"]
+        return c.on_disk <= self.rooms["disk"] and c.on_host <= self.rooms["host"]
 
     @property
     def fitting(self) -> list[Candidate]:
