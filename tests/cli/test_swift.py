@@ -500,8 +500,10 @@ def test_two_options_that_are_one_here_agree_or_are_named():
 
 
 def test_what_is_refused_together_is_told():
-    *_, (reason,) = swift.translate("swift sft --model m --dataset d --sequence_parallel_size 2 --packing true")
-    assert reason.startswith("the command as it stands is refused: --sequence-parallel and --packing: ")
+    *_, (reason,) = swift.translate(
+        "swift sft --model m --dataset d --sequence_parallel_size 2 --full_determinism true"
+    )
+    assert reason.startswith("the command as it stands is refused: --sequence-parallel and --deterministic: ")
 
 
 def test_rows_that_are_cut_over_processes_take_the_attention_that_they_can():
@@ -510,6 +512,11 @@ def test_rows_that_are_cut_over_processes_take_the_attention_that_they_can():
     assert (missing, {"--attn", "--padding-free"} & {*options(command)}) == ([], set())
     assert any(note.startswith("--attn flash_attention_2 is left out: ") for note in notes)
     assert any(note.startswith("--padding-free true is left out: ") for note in notes)
+    said = "swift sft --model m --dataset d --sequence_parallel_size 2 --packing true --use_liger_kernel true"
+    command, notes, missing = swift.translate(said)
+    assert not missing
+    assert "--chunked-loss yes" in command
+    assert "--liger-kernel" not in command
 
 
 def test_the_hub_of_datasets_is_told():

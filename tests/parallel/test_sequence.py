@@ -10,13 +10,18 @@ import torch.distributed as dist
 
 import shardproof
 from shardproof.data.encoding.encode import IGNORE, collate
+from shardproof.data.encoding.pack import LENGTHS, collate_packed
 from shardproof.errors import ConfigError, DesyncError
+from shardproof.models.attention.masks import tell_masks_of_positions
+from shardproof.models.attention.varlen import attention_options
 from shardproof.models.checkpointing import enable_checkpointing
 from shardproof.parallel.sequence import SequenceParallel, check_heads
 from shardproof.train.checks.contradictions import check_together
 from shardproof.train.losses.shortcuts import chunked_loss
+from shardproof.train.model.attention import choose_attention
 from shardproof.train.model.shared_rows import (
     check_loss_of_parts,
+    check_packed_in_parts,
     check_shared_rows,
     compare,
     share_rows_of,
@@ -28,12 +33,13 @@ from shardproof.train.rows.sampler import GlobalBatchSampler
 SIZES = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
 
 
-def made(kind: str) -> Any:
+def made(kind: str, attn: str = "sdpa") -> Any:
     """Small models: keys with as many heads as queries or fewer, fewer than ranks, a window, chunks, a convolution."""
     import transformers
 
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1 if kind == "Llama" else 2}
     own: dict[str, Any] = {"Mistral": {"sliding_window": 5}, "Lfm2": {"layer_types": ["conv", "full_attention"]}}
+    own["GptOss"] = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 5, "initializer_range": 0.3}
     own["Llama4"] = {"attention_chunk_size": 4, "moe_layers": [], "intermediate_size_mlp": 48, "no_rope_layers": [1, 1]}
     options = {**SIZES, **heads, **own.get(kind, {})}
     if kind == "Lfm2":
@@ -41,13 +47,27 @@ def made(kind: str) -> Any:
         options["initializer_range"] = 0.3  # as after training: a new convolution does next to nothing
     torch.manual_seed(0)
     config_class = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
-    return getattr(transformers, f"{kind}ForCausalLM")(config_class(**options, attn_implementation="sdpa"))
+    model = getattr(transformers, f"{kind}ForCausalLM")(config_class(**options, **attention_options(attn)))
+    if kind == "GptOss":
+        tell_masks_of_positions(model)
+    return model
 
 
 def rows(count: int) -> list[dict[str, list[int]]]:
     draw = torch.Generator().manual_seed(1)
     ids = [torch.randint(3, 256, (n,), generator=draw).tolist() for n in (23, 9, 30, 2)[:count]]
     return [{"input_ids": row, "labels": [IGNORE] * (i % 3) + row[i % 3 :]} for i, row in enumerate(ids)]
+
+
+def packed_rows() -> dict[str, Any]:
+    """The same rows, two in one."""
+    one, two, three, four = rows(4)
+
+    def both(first: dict[str, list[int]], second: dict[str, list[int]]) -> dict[str, list[int]]:
+        lengths = [len(first["input_ids"]), len(second["input_ids"])]
+        return {name: first[name] + second[name] for name in first} | {LENGTHS: lengths}
+
+    return collate_packed([both(one, four), both(three, two)], 0)
 
 
 def items(of: list[dict[str, list[int]]]) -> int:
@@ -62,8 +82,8 @@ def shared(model: Any, size: int) -> SequenceParallel:
     return hooks.sequence
 
 
-def alone(kind: str) -> tuple[float, dict[str, torch.Tensor]]:
-    model, batch = made(kind), rows(4)
+def alone(kind: str, attn: str = "sdpa") -> tuple[float, dict[str, torch.Tensor]]:
+    model, batch = made(kind, attn), rows(4)
     loss = model(**collate(batch, 0), num_items_in_batch=items(batch)).loss
     loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.5).step()
@@ -122,8 +142,8 @@ def test_what_is_sent_in_attention_is_counted(run2):
         assert counted == expected
 
 
-def same(got: list[Any], kind: str) -> None:
-    loss, weights = alone(kind)
+def same(got: list[Any], kind: str, attn: str = "sdpa") -> None:
+    loss, weights = alone(kind, attn)
     for mine, theirs in got:
         assert mine == pytest.approx(loss, abs=1e-5)
         for name, value in weights.items():
@@ -149,6 +169,51 @@ def test_two_ranks_that_share_rows_train_as_one_process(run2, stage):
 )
 def test_so_do_groups_of_any_size(run4, kind, stage, size, how):
     same(run4(in_parts, kind, stage, size, how), kind)
+
+
+def packed_in_parts(kind: str, attn: str, stage: int, how: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """One step on packed rows, each of which two ranks share."""
+    model = made(kind, attn)
+    sequence = shared(model, 2)
+    if "checkpointing" in how:
+        enable_checkpointing(model.train(), False)
+    shardproof.shard(model, stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    here = slice(dist.get_rank() // 2, None, dist.get_world_size() // 2)
+    batch = packed_rows()
+    batch = {name: value[here] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    batch["shift_labels"] = sequence.shifted(batch["labels"])
+    check_packed_in_parts(model, batch)
+    count = items(rows(4))
+    with sequence:
+        loss = chunked_loss(model, batch, count) if "chunked" in how else model(**batch, num_items_in_batch=count).loss
+        (loss * dist.get_world_size()).backward()
+    optimizer.step()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total), shardproof.full_state_dict(model, rank0_only=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attn", "stage", "how"),
+    [
+        ("Qwen3", "sdpa", 0, ""),
+        ("Qwen3", "varlen", 3, "checkpointing chunked"),
+        ("Llama", "varlen", 2, ""),
+        ("Mistral", "sdpa", 3, ""),
+        ("Mistral", "varlen", 3, ""),  # a window
+        ("Llama4", "sdpa", 3, ""),  # chunks, which begin with each row
+        ("GptOss", "varlen", 3, ""),  # a sink for each head
+    ],
+)
+def test_packed_rows_that_ranks_share_train_as_rows_in_one_process(run2, kind, attn, stage, how):
+    same(run2(packed_in_parts, kind, attn, stage, how), kind, "eager" if kind == "GptOss" else attn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attn", ["sdpa", "varlen"])
+def test_so_do_those_of_several_groups(run4, attn):
+    same(run4(packed_in_parts, "Qwen3", attn, 3, ""), "Qwen3")
 
 
 def both_ways(length: int, padding: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -296,12 +361,11 @@ def test_heads_that_cannot_be_dealt_out_are_refused(heads, keys, size):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"packing": True}, "--packing: what is packed"),
         ({"metrics": ["mine"], "val_split": 0.1}, "metrics look at whole rows"),
         ({"deterministic": True}, "gradients in another order"),
         ({"fp8": True, "precision": "bf16"}, "scaled by its own largest values"),
         ({"loss": "mine"}, "wants whole rows"),
-        ({"attn": "eager"}, "--attn eager is another"),
+        ({"attn": "eager"}, "--attn is eager"),
     ],
 )
 def test_what_does_not_go_with_rows_in_parts(given, text):
@@ -325,3 +389,10 @@ def test_ranks_of_a_group_read_the_same_rows():
         batch.on(3)
     with pytest.raises(ConfigError, match="does not divide the 3 processes"):
         SftConfig(sequence_parallel=2).batch(3)
+
+
+@pytest.mark.parametrize(("kind", "attn"), [("GptOss", "varlen"), ("Qwen3", "sdpa")])
+def test_a_model_with_sinks_gets_attention_that_can_be_shared(kind, attn):
+    model = made(kind, "eager" if kind == "GptOss" else "sdpa")
+    choose_attention(model, SftConfig(sequence_parallel=2))
+    assert model.config._attn_implementation == attn

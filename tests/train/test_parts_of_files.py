@@ -17,7 +17,7 @@ from shardproof.train.model.loading import load_processing
 from shardproof.train.options.config import SftConfig
 from shardproof.train.sft import recipe as sft
 from train.test_families import MEDIA, ROWS
-from train.test_packed_files import OMNI, check_equal
+from train.test_packed_files import OMNI, REFUSED, check_equal
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +59,12 @@ def test_parts_of_rows_with_files_train_as_one_process(train) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_do_those_of_every_family(train, kind: str) -> None:
     check_equal(train([kind], WAYS), kind, WAYS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in REFUSED])
+def test_so_do_packed_rows(train, kind: str) -> None:
+    check_equal(train([kind], WAYS, "--packing", "--max-length", "400"), kind, WAYS)
 
 
 def test_what_is_added_to_tokens_of_pictures_is_that_of_the_part() -> None:

@@ -49,6 +49,7 @@ FINISHED: dict[str, tuple[type[BaseModel], Callable[[], options.Parser]]] = {
 OF_WHOLE_ROWS = {
     "attn": "rows that are cut over processes take torch's attention, which has flash kernels of its own",
     "padding_free": "of rows that are cut over processes padding is computed",
+    "liger_kernel": "of rows that are cut over processes --chunked-loss keeps logits small",
 }
 OF_TOKENS = {"IMAGE_MAX_TOKEN_NUM": "max_pixels", "VIDEO_MAX_TOKEN_NUM": "max_frame_pixels"}
 
@@ -350,6 +351,8 @@ def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str])
     if not (_is_on(values, "keep_best") or "early_stop" in values):
         idle = (*idle, "best_metric")
     if values.get("sequence_parallel", ["1"]) != ["1"]:
+        if _is_on(values, "liger_kernel"):
+            values.setdefault("chunked_loss", ["yes"])
         notes += [
             f"{options.flag(name)} {' '.join(values.pop(name))} is left out: {why}"
             for name, why in OF_WHOLE_ROWS.items()

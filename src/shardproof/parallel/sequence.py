@@ -9,6 +9,9 @@ loss it takes.
 A group's gradients need no care of their own: the loss of a rank is that of its part, divided by what all ranks learn,
 and the engine adds gradients over all ranks, whatever part of whichever row they come from.
 
+Which rows are packed into one is told by their positions. Masks are made of whole rows, so the ranks of a group keep
+the positions of these, too.
+
 A rank that waits in an all-to-all lends nothing to other groups, which may use other parts of the model (a tower). But
 the ranks of a group want the same of the engine, in the same order: what one of them has of another group by the time
 it waits, all of its group have, and come to it.
@@ -17,6 +20,7 @@ it waits, all of its group have, and come to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +34,7 @@ from shardproof.zero.comm.world import may_take_long
 from shardproof.zero.device import widest_float
 
 IGNORE = -100
+ATTENTIONS = "sdpa", "varlen"  # torch's: of all pairs of tokens, and of documents
 NOT_OF_MODELS = (ShardproofError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 
@@ -48,10 +53,12 @@ class SequenceParallel:
         bytes_sent: to the others of its group, in attention, since it was made; of real steps and of trials.
         inside: how many decoders run on parts of rows at the moment.
         ends_padded: whether padding of their rows, if there is any, is on the right.
+        positions: of the tokens of whole rows (rows, length), where rows are packed; else None.
     """
 
     inside = 0
     ends_padded = False
+    positions: torch.Tensor | None = None
 
     def __init__(self, size: int, device: str) -> None:
         ranks = dist.get_world_size()
@@ -76,15 +83,17 @@ class SequenceParallel:
         """Let the decoder of a transformers model, before adapters, attend over the group.
 
         Raises:
-            ConfigError: its attention is not torch's (sdpa).
+            ConfigError: its attention is not torch's.
         """
         from transformers import AttentionInterface, AttentionMaskInterface
 
         decoder = model.get_decoder()
-        check_attention_of(type(model), getattr(decoder.config, "_attn_implementation", None))
-        AttentionInterface.register(self.name, self._attention)
-        AttentionMaskInterface.register(self.name, self._mask)
-        decoder.set_attn_implementation(self.name)
+        alone = getattr(decoder.config, "_attn_implementation", None)
+        check_attention_of(type(model), alone)
+        name = f"{self.name}_{alone}"
+        AttentionInterface.register(name, partial(self._attention, AttentionInterface()[alone]))
+        AttentionMaskInterface.register(name, partial(self._mask, AttentionMaskInterface()[alone]))
+        decoder.set_attn_implementation(name)
 
     def part(self, whole: torch.Tensor, fill: int = 0) -> torch.Tensor:
         """Of (rows, length, ...) this rank's part. Rows are filled up where the group's size does not divide them."""
@@ -134,6 +143,7 @@ class SequenceParallel:
 
     def _attention(
         self,
+        attend: Callable[..., Any],
         module: nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -141,29 +151,49 @@ class SequenceParallel:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """transformers' signature. Query, key and value: (rows, heads, part, size of a head)."""
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward as attend
-
+        """transformers' signature, behind what attends in whole rows. Query, key and value: (rows, heads, part, size of
+        a head)."""
         if not self._depth:
             return attend(module, query, key, value, attention_mask, **kwargs)
         kwargs.pop("position_ids", None)  # of this part; attention now sees the whole row
         if key.shape[1] < self.size:  # each head of keys goes to several ranks
             key, value = (x.repeat_interleave(self.size // x.shape[1], 1) for x in (key, value))
         query, key, value = (_AllToAll.apply(x, 1, 2, self) for x in (query, key, value))
+        if (sinks := kwargs.get("s_aux")) is not None:  # a score of each head
+            kwargs["s_aux"] = sinks.chunk(self.size)[self.rank]
         here = _Here(module, query.shape[1] // key.shape[1])
         out, _ = attend(here, query, key, value, attention_mask, **kwargs)  # (rows, length, heads here, size of a head)
         return _AllToAll.apply(out, 1, 2, self), None
 
-    def _mask(self, *, q_length: int, kv_length: int, attention_mask: Any = None, **kwargs: Any) -> Any:
-        """That of whole rows, of which `attention_mask` is, too: bool of shape (rows, length)."""
-        from transformers.masking_utils import sdpa_mask
-
+    def _mask(
+        self, make: Callable[..., Any], *, q_length: int, kv_length: int, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
+        """transformers' signature, behind what makes masks of whole rows, of which `attention_mask` is, too: bool of
+        shape (rows, length)."""
         if self.inside:
             q_length = kv_length = q_length * self.size
-            if self.ends_padded and kwargs.get("allow_is_causal_skip", True):
+            if self.positions is not None:
+                attention_mask = None  # of none of them: see SharedRows.enter
+                sees = _within(self.positions, kwargs.pop("mask_function", None))
+                kwargs |= {"mask_function": sees, "allow_is_causal_skip": False}
+            elif self.ends_padded and kwargs.get("allow_is_causal_skip", True):
                 # Nobody who counts looks ahead at padding, and without a mask of all pairs attention takes less.
                 attention_mask = None
-        return sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
+        return make(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
+
+
+def _within(positions: torch.Tensor, sees: Callable[..., Any] | None) -> Callable[..., Any]:
+    """transformers' mask function of packed rows: what one of them sees, `sees` says, of positions in it."""
+    from transformers.masking_utils import causal_mask_function
+
+    sees = sees or causal_mask_function
+    number = nn.functional.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0)).cumsum(1)
+
+    def within(row: Any, head: Any, query: Any, key: Any) -> Any:
+        here = number[row, query] == number[row, key]
+        return here & sees(row, head, positions[row, query], positions[row, key])
+
+    return within
 
 
 class _Here:
@@ -224,11 +254,11 @@ def check_heads_of(config: Any, size: int) -> None:
 
 def check_attention_of(kind: type, now: str | None) -> None:
     """Raise ConfigError unless the attention that models of a class have is torch's."""
-    if now != "sdpa":
+    if now not in ATTENTIONS:
         way = "Take --attn sdpa, or leave" if getattr(kind, "_supports_sdpa", False) else "Leave"
         raise ConfigError(
-            f"--sequence-parallel works with torch's attention, and {kind.__name__} has {now or 'its own'}. "
-            f"{way} --sequence-parallel out."
+            f"--sequence-parallel works with torch's attention ({', '.join(ATTENTIONS)}), and {kind.__name__} has "
+            f"{now or 'its own'}. {way} --sequence-parallel out."
         )
 
 

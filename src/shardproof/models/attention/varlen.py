@@ -70,8 +70,13 @@ def take_for_packed(model: Any, half: bool) -> None:
     dense = "eager" if has_sinks(model) else "sdpa"
     ours = knows_ours(model) and model.config._attn_implementation == dense
     if ours and _is_faster(half):
-        attention_options(VARLEN)
-        model.set_attn_implementation(VARLEN)
+        take(model)
+
+
+def take(model: Any) -> None:
+    """Give a model our attention."""
+    attention_options(VARLEN)
+    model.set_attn_implementation(VARLEN)
 
 
 def _is_faster(half: bool) -> bool:

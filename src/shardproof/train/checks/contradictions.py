@@ -246,10 +246,9 @@ def _check_sequence(config: RunConfig) -> None:
     """What does not go together with rows that are cut into parts."""
     if getattr(config, "sequence_parallel", 1) == 1:
         return
-    if config.attn not in (None, "sdpa"):
-        raise ConfigError(f"--sequence-parallel works with torch's attention: --attn {config.attn} is another.")
+    if config.attn not in (None, "sdpa", "varlen"):
+        raise ConfigError(f"--sequence-parallel works with --attn sdpa and varlen, and --attn is {config.attn}.")
     against = {
-        "packing": "what is packed into a row is told apart by positions that begin anew",
         "padding_free": "rows that are laid end to end are told apart by positions that begin anew",
         "metrics": "metrics look at whole rows",
         "neftune_noise_alpha": "how strong its noise is depends on the length of whole rows",

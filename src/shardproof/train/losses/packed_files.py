@@ -21,7 +21,7 @@ PLACES = ("packed_places", "packed_positions")
 
 
 @contextmanager
-def packed(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
+def packed_files(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
     """The decoder of the model runs on packed rows, if the batch says where their tokens stand."""
     if PLACES[0] not in inputs:
         yield

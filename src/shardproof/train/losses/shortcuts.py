@@ -20,9 +20,9 @@ from shardproof.errors import ConfigError
 from shardproof.models.attention.laid_out import put_in_places
 from shardproof.models.forward import tried, without_adapters
 from shardproof.train.losses.chunked import chunked_cross_entropy
-from shardproof.train.losses.packed_files import PLACES, packed, packed_labels
+from shardproof.train.losses.packed_files import PLACES, packed_files, packed_labels
 from shardproof.train.model.few import FEW
-from shardproof.train.model.shared_rows import check_loss_of_parts, compare
+from shardproof.train.model.shared_rows import check_loss_of_parts, check_packed_in_parts, compare
 
 LARGE = 16.0  # a logit that a cap does not leave as it is
 LABELS = ("labels", "shift_labels")
@@ -39,7 +39,12 @@ def checks(
         shared: whether ranks have parts of rows.
     """
     if few is None:
-        asked = ((check_packing, packed), (check_chunked_loss, chunked), (check_loss_of_parts, shared))
+        asked = (
+            (check_packing, packed),
+            (check_chunked_loss, chunked),
+            (check_loss_of_parts, shared),
+            (check_packed_in_parts, packed and shared),
+        )
         return [check for check, wanted in asked if wanted]
     option = "--packing" if packed else "--sequence-parallel"
     loss = partial(check_chunked_loss, option="--chunked-loss" if chunked else option)
@@ -48,8 +53,10 @@ def checks(
         for batch in few():
             if packed:
                 check_packed_files(model, batch)
-            else:
-                compare(model, {name: value for name, value in batch.items() if name not in LABELS})
+            if shared:
+                real = batch[PLACES[0]].ge(0) if PLACES[0] in batch else None
+                with packed_files(model, batch):
+                    compare(model, {k: v for k, v in batch.items() if k not in (*LABELS, *PLACES)}, real)
 
     return [files, loss]
 
@@ -127,7 +134,7 @@ def hidden_states(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     """What the head of the model takes, [rows, length, width]; of rows that are to be packed, packed."""
     rest = {name: value for name, value in inputs.items() if name not in (*LABELS, *PLACES)} | {"use_cache": False}
     last = _meeting(_head(model), lambda hidden: hidden[:, -1:].contiguous())
-    with last as met, packed(model, inputs):
+    with last as met, packed_files(model, inputs):
         model(**rest)
     return met.pop()
 

@@ -9,15 +9,18 @@ from shardproof.errors import ConfigError
 
 def choose_attention(model: Any, config: Any) -> None:
     """Check the attention that a run or a plan asks for; if it asks for none, have rows that share one not cost all
-    pairs of their tokens."""
+    pairs of their tokens, and take one that can be shared by processes."""
     from shardproof.models.attention.masks import tell_masks_of_positions
-    from shardproof.models.attention.varlen import check_attention_of, take_for_packed
+    from shardproof.models.attention.sinks import has_sinks
+    from shardproof.models.attention.varlen import check_attention_of, knows_ours, take, take_for_packed
 
     if _shares_rows(config):
         tell_masks_of_positions(model)
     check_attention_of(model, config.attn)
     if config.attn is None and _shares_rows(config) and not getattr(config, "compile", False):
         take_for_packed(model, half=config.precision != "fp32")
+    if config.attn is None and config.sequence_parallel > 1 and has_sinks(model) and knows_ours(model):
+        take(model)  # their own attention cannot be in parts
 
 
 def share_rows(model: Any, config: Any) -> None:

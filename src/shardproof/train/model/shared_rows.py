@@ -63,14 +63,19 @@ class SharedRows:
         more = -rows[1] % self.sequence.size
         places = torch.arange(rows[0] * rows[1], device=found.device).view(rows)
         positions = torch.arange(rows[1] + more, device=found.device).expand(rows[0], -1)
-        own = given.get("position_ids")
+        own, mask = given.get("position_ids"), given.get("attention_mask")
         self._last = positions[0, rows[1] - 1] if own is None else own.max()
-        if own is not None and own.ndim == 2:
-            behind = own[:, -1:] + torch.arange(1, more + 1, device=own.device)  # positions that begin anew say: a row
-            positions = torch.cat([own, behind], 1).expand(rows[0], -1)
+        if (told := _by_rows(own)) is not None:
+            behind = told[:, -1:] + torch.arange(1, more + 1, device=told.device)
+            positions = torch.cat([told, behind], 1).expand(rows[0], -1)
+            if (
+                mask is None and not positions.is_meta and bool((positions.diff() != 1).any())
+            ):  # positions that begin anew say: a row
+                self.sequence.positions = positions
+                mask = torch.ones(rows, dtype=torch.int64, device=positions.device)  # else the decoder reads its part
         places, positions = self.sequence.part(places, -1), self.sequence.part(positions)
         args, packed = laid_out(args, given, rows, places, positions, self._in_space)
-        mask = lengthened(given.get("attention_mask"), more)
+        mask = lengthened(mask, more)
         if isinstance(mask, Tensor) and mask.ndim == 2:
             self.sequence.ends_padded = mask.is_meta or bool((mask[:, 1:] <= mask[:, :-1]).all())
         self.sequence.inside += 1
@@ -82,7 +87,7 @@ class SharedRows:
         if rows is None:
             return output
         self.sequence.inside -= 1
-        self.sequence.ends_padded = False
+        self.sequence.ends_padded, self.sequence.positions = False, None
         return change_tensors(output, lambda value: self._whole(value, rows)) if self.gathers else output
 
     def with_last(self, rotary: nn.Module, args: Any, given: dict[str, Any]) -> Any:
@@ -109,6 +114,13 @@ class SharedRows:
         if value.ndim == 2 and len(value) == rows[0] * part:
             return self.sequence.gather(value.unflatten(0, (rows[0], part)))[:, : rows[1]].flatten(0, 1)
         return value
+
+
+def _by_rows(positions: Tensor | None) -> Tensor | None:
+    """Those by which rows end, of what a decoder is given: before those in time and space, where there are such."""
+    if positions is None or positions.ndim == 2:
+        return positions
+    return positions[0] if len(positions) == 4 else None
 
 
 class SharesRows(Base):
@@ -208,16 +220,34 @@ def check_shared_rows(model: Any, ids: Tensor) -> None:
         compare(model, {"input_ids": ids.expand(len(padded), -1), "attention_mask": padded})
 
 
-def compare(model: Any, inputs: dict[str, Any]) -> None:
+def check_packed_in_parts(model: Any, inputs: dict[str, Any]) -> None:
+    """See that tokens of packed rows that ranks share are those of packed rows alone. Collective: every rank calls it.
+
+    Args:
+        inputs: a batch, whose first tokens are taken.
+
+    Raises:
+        ConfigError: they are something else, or could not be computed.
+    """
+    ids = _first_tokens(inputs)
+    lengths = [3, FEW // 2, FEW - FEW // 2 - 3]
+    positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])
+    compare(model, {"input_ids": ids, "position_ids": positions[None]})
+
+
+def compare(model: Any, inputs: dict[str, Any], real: Tensor | None = None) -> None:
     """See that what a decoder makes of shared rows is what it makes of rows alone. Collective: every rank calls it.
 
     Args:
-        inputs: of the model, the same on the ranks of a group; `attention_mask` is among them.
+        inputs: of the model, the same on the ranks of a group.
+        real: bool, of shape (rows, length) as the decoder has them: which tokens are no padding. By default it is that
+            of the inputs.
 
     Raises:
         ConfigError: it is something else, or could not be computed.
     """
-    decoder, mask = without_adapters(model).get_decoder(), inputs["attention_mask"].bool()
+    decoder = without_adapters(model).get_decoder()
+    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool() if real is None else real
     hooks: SharedRows = decoder.shared_rows
     met: list[list[Tensor]] = []
     handle = decoder.register_forward_hook(lambda *of: met.append(_tensors(of[-1])))
@@ -257,8 +287,7 @@ def check_loss_of_parts(model: Any, inputs: dict[str, Any]) -> None:
         ConfigError: they do not, as the loss looks at other tokens, or is none of `shift_labels`.
     """
     sequence = without_adapters(model).get_decoder().shared_rows.sequence
-    ids = inputs["input_ids"].flatten()
-    ids = ids.repeat(-(-FEW // len(ids)))[None, :FEW]
+    ids = _first_tokens(inputs)
     whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
     def differences() -> list[float]:
@@ -273,6 +302,12 @@ def check_loss_of_parts(model: Any, inputs: dict[str, Any]) -> None:
         return [0.0, float((total - known).abs() / known.abs().clamp(min=1e-6)) / rounding]
 
     sequence.try_on(model, differences, ids.device)
+
+
+def _first_tokens(inputs: dict[str, Any]) -> Tensor:
+    """Of a batch, of shape (1, FEW)."""
+    ids = inputs["input_ids"].flatten()
+    return cast("Tensor", ids.repeat(-(-FEW // len(ids)))[None, :FEW])
 
 
 def finite(value: Tensor) -> Tensor:

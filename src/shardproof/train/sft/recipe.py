@@ -270,6 +270,7 @@ def _learnt(config: SftConfig) -> Any:
 
 def _collator(prepared: Prepared, model: Any) -> Any:
     """From rows to a batch; where ranks share rows, with what each token of this rank's part is to predict."""
+    from shardproof.train.losses.packed_files import packed_labels
     from shardproof.train.model.shared_rows import shared_rows_of
 
     collate, shared = _collate_whole(prepared, model), shared_rows_of(model)
@@ -278,7 +279,7 @@ def _collator(prepared: Prepared, model: Any) -> Any:
 
     def in_parts(rows: Any) -> dict[str, Any]:
         batch = collate(rows)
-        return {**batch, "shift_labels": shared.sequence.shifted(batch["labels"])}
+        return {**batch, "shift_labels": shared.sequence.shifted(packed_labels(batch))}
 
     return in_parts
 
