@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 WORK = """
-import os, sys, time
+import atexit, os, sys, time
 import torch, torch.distributed as dist
 from shardproof.cli.processes.launch import launch
 from shardproof.errors import DataError
@@ -38,8 +38,24 @@ def fine():
     dist.all_reduce(torch.ones(2))
     dist.destroy_process_group()
 
+def leave():
+    print("something is written at the end of", os.environ.get("RANK", "the launcher"), file=sys.stderr, flush=True)
+
+def fine_at_its_end():
+    if start():
+        atexit.register(leave)
+    dist.all_reduce(torch.ones(2))
+    dist.destroy_process_group()
+
+def refused_at_its_end():
+    if start():
+        atexit.register(leave)
+        raise DataError("rows.jsonl:3: a bad row")
+    dist.all_reduce(torch.ones(2))
+
 if __name__ == "__main__":
-    for name in ("breaks", "killed", "refused", "fine"):
+    atexit.register(leave)
+    for name in ("breaks", "killed", "refused", "fine", "fine_at_its_end", "refused_at_its_end"):
         print(f"== {name}", file=sys.stderr, flush=True)
         code = launch(globals()[name], (), 2)
         print(f"code {code}", file=sys.stderr, flush=True)
@@ -71,6 +87,16 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         ),
         ("refused", ["error: rows.jsonl:3: a bad row", "code 2"]),
         ("fine", ["code 0"]),
+        ("fine_at_its_end", ["something is written at the end of 1", "code 0"]),
+        (
+            "refused_at_its_end",
+            [
+                "something is written at the end of 1",
+                "error: rows.jsonl:3: a bad row",
+                "code 2",
+                "something is written at the end of the launcher",
+            ],
+        ),
     ],
 )
 def test_the_first_error_is_shown_alone(said: dict[str, list[str]], name: str, lines: list[str]) -> None:

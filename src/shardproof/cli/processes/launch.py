@@ -8,6 +8,7 @@ not survive a fork.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import json
@@ -184,7 +185,12 @@ def use_threads(count: int) -> None:
 
 
 def _rank(work: Callable[..., int | None], args: tuple[Any, ...], records: str, threads: int) -> int:
-    """One rank: an exception is written down while its peers still wait for it, so the first is the cause."""
+    """One rank: an exception is written down while its peers still wait for it, so the first is the cause.
+
+    What libraries do at the end of a program (wandb and its like write what they have), a forked process would not do.
+    """
+    if forks():
+        atexit._clear()  # what the process that started this one has to do at its end
     _leave_signals_to(os.getppid(), Path(records))
     use_threads(threads)
     rank, final = int(os.environ["RANK"]), Path(records) / FINAL
@@ -194,7 +200,9 @@ def _rank(work: Callable[..., int | None], args: tuple[Any, ...], records: str, 
         why = _first_cause(Path(records), restarts() - 1) or "a rank was lost"
         print(f"{why}\nrestart {restarts()} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}", file=sys.stderr, flush=True)
     try:
-        return work(*args) or 0
+        stopped = work(*args) or 0
+        atexit._run_exitfuncs()
+        return stopped
     except BaseException as error:
         code = exit_code(error)
         record = {
@@ -212,6 +220,7 @@ def _rank(work: Callable[..., int | None], args: tuple[Any, ...], records: str, 
         if peers_left(error):
             time.sleep(ENDED_BY_OTHERS)
         sys.stdout.flush()
+        atexit._run_exitfuncs()
         os._exit(code)
 
 
