@@ -16,6 +16,7 @@ from shardproof.train.model.loading import tokenizer_of
 from shardproof.train.model.right_padding import check_padding
 from shardproof.train.model.shared_rows import check_shared_rows
 from shardproof.train.options.config import RunConfig
+from shardproof.train.options.option import SWANLAB
 from shardproof.train.stop import EndOfEpoch, JudgesEvaluations
 
 
@@ -31,6 +32,10 @@ def callbacks_of(config: RunConfig) -> list[TrainerCallback]:
     epochs = [strategy == "epoch" for strategy in (config.eval_strategy, config.save_strategy)]
     if any(epochs):
         found.append(EndOfEpoch(*epochs))
+    if SWANLAB in config.report_to:
+        from swanlab.integration.transformers import SwanLabCallback
+
+        found.append(SwanLabCallback())
     plugins = load(config.external_plugins)
     return [*found, *(plugins.find("callback", name)() for name in config.callbacks)]
 

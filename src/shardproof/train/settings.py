@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof.models.checkpointing import checkpointing_arguments
 from shardproof.train.model.dtypes import saved_dtype
 from shardproof.train.options.config import RunConfig, SftConfig
+from shardproof.train.options.option import SWANLAB
 
 if TYPE_CHECKING:
     from shardproof.train.run import Prepared
@@ -129,7 +130,7 @@ def arguments(prepared: Prepared) -> dict[str, Any]:
         "metric_for_best_model": config.best_metric if config.keep_best else None,
         "logging_steps": config.logging_steps,
         "logging_nan_inf_filter": False,  # a NaN loss is shown as it is
-        "report_to": [name for name in config.report_to if name != "none"] or "none",
+        "report_to": [name for name in config.report_to if name not in ("none", SWANLAB)] or "none",
         "save_strategy": "steps" if config.writes_checkpoints else "no",
         "save_steps": config.checkpoint_steps or prepared.steps,  # with --save-strategy epoch, see EndOfEpoch
         # Of one and the best, Trainer would remove the newest checkpoint in the end.

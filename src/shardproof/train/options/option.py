@@ -51,7 +51,8 @@ def _as_texts(pairs: Any) -> Any:
 
 
 Texts = Annotated[dict[str, str], BeforeValidator(_as_texts)]
-REPORTS = ("none", "tensorboard", "wandb")  # where records go besides metrics.jsonl
+SWANLAB = "swanlab"  # whose own callback is taken: that of transformers does not know its releases since 0.8
+REPORTS = ("none", "tensorboard", "wandb", SWANLAB, "mlflow", "trackio")  # where records go besides metrics.jsonl
 BEGINNINGS = "gaussian, orthogonal, pissa, pissa_niter_N, olora"
 
 
