@@ -78,14 +78,14 @@ _SERVED = "'shardproof export RUN FOLDER', then 'vllm serve FOLDER' or 'transfor
 _RLHF = ("dpo", "kto", "grpo", "rloo", "ppo", "gkd", "orpo", "cpo")
 _OF_RLHF = {kind: f"'shardproof rlhf --rlhf-type {kind}'" for kind in (*_RLHF, "rm")}
 # LLaMA-Factory's --stage is what is trained for.
-STAGES = {"sft": "'shardproof sft'", "pt": "'shardproof sft', on rows of {\"text\": ...}", **_OF_RLHF}
+STAGES = {"sft": "'shardproof sft'", "pt": "'shardproof sft --plain --loss all'", **_OF_RLHF}
 # Commands of ms-swift, LLaMA-Factory and TRL.
 COMMANDS = {
     **dict.fromkeys(
         ("llamafactory-cli", "trl", "accelerate", "deepspeed", "axolotl", "tune"),
         "'shardproof sft' and 'shardproof rlhf' train; their options are in --help",
     ),
-    "pt": "'shardproof sft' goes on with pre-training, on rows of {\"text\": ...}",
+    "pt": "'shardproof sft --plain --loss all' goes on with pre-training",
     "train": "'shardproof sft', or 'shardproof rlhf --rlhf-type dpo' and its like",
     **{kind: _OF_RLHF[kind] for kind in _RLHF},
     "reward": _OF_RLHF["rm"],

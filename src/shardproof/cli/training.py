@@ -348,7 +348,8 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
     if config.talks:
         plugins = f" --external-plugins {shlex.join(config.external_plugins)}" if config.external_plugins else ""
         what = "ask it" if config.recipe in ("seq_cls", "embedding", "reranker") else "talk to it"
-        print(f"{what}: shardproof infer {shlex.quote(str(folder.path))}{plugins}")
+        plain = " --plain" if config.recipe == "sft" and config.plain else ""
+        print(f"{what}: shardproof infer {shlex.quote(str(folder.path))}{plain}{plugins}")
     return code
 
 

@@ -271,11 +271,6 @@ def _check_task(config: RunConfig) -> None:
     """What is only for rows with labels, or for those that are embedded, and what is not for them."""
     if config.recipe == "sft" and (given := _given(config, LABELS)):
         raise ConfigError(f"{given} is about rows with labels, and answers are learnt: add --task seq_cls.")
-    if config.recipe == "sft" and getattr(config, "plain", False):
-        raise ConfigError(
-            "--plain is of --task seq_cls and reranker. Answers are learnt without a chat template in rows of 'prompt'"
-            " and 'completion'."
-        )
     task = getattr(config, "task", "causal_lm")
     if config.command == "sft" and task != "embedding" and _given(config, ("pooling",)):
         raise ConfigError("--pooling is about texts that are embedded: add --task embedding.")
@@ -287,7 +282,8 @@ def _check_task(config: RunConfig) -> None:
     if task in NOT_OF and TALKER in (config.train_parts or ()):
         what = "a vector" if task == "embedding" else "scores"
         raise ConfigError(f"--train-parts {TALKER}: nobody asks a {TALKER} for {what}. Leave it out.")
-    if getattr(config, "plain", False) and (given := _given(config, ("chat_template", "template_variables"))):
+    of_template = ("chat_template", "template_variables", *(("system",) if config.recipe == "sft" else ()))
+    if getattr(config, "plain", False) and (given := _given(config, of_template)):
         raise ConfigError(f"--plain leaves the chat template out, and {given} is about one. Give one of them.")
 
 

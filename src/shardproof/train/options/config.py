@@ -220,7 +220,7 @@ class RunConfig(ModelOptions):
     min_processes: int | None = option(
         "Output", None, "restart without the processes that died, on so many at least (default: on as many)", ge=1
     )
-    report_to: list[str] = option("Output", ["none"], "none, tensorboard, wandb")
+    report_to: list[str] = option("Output", ["none"], "none, tensorboard, wandb, swanlab, mlflow, trackio")
     profile: int | None = option(
         "Output", None, "trace so many steps with torch's profiler, one file per process", ge=1
     )
@@ -322,7 +322,9 @@ class SftConfig(RunConfig):
         None,
         "one label per row, any number of them, or numbers to predict (default: one; regression if there is 1 label)",
     )
-    plain: bool = option("Task", False, "for seq_cls and reranker: read rows as plain text, without a chat template")
+    plain: bool = option(
+        "Task", False, "read rows as plain text, without a chat template: a question and its answer are joined"
+    )
     pooling: Literal["last", "mean", "cls"] | None = option(
         "Task",
         None,

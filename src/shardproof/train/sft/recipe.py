@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.data.forms.formats import SFT, SFT_FIELDS
+from shardproof.data.forms.plain import joined
 from shardproof.errors import ConfigError
 from shardproof.models.families.anatomy import anatomy
 from shardproof.models.families.family import TALKER
@@ -127,13 +128,14 @@ def read(config: SftConfig) -> tuple[Any, Any]:
     """
     from shardproof.data.rows import read_rows
 
+    form = joined(SFT) if config.plain else SFT
     if not config.streaming:
-        return run.read(config, read_rows, SFT)
+        return run.read(config, read_rows, form)
     from shardproof.data.mixed_stream import read_stream
     from shardproof.data.stream import DEFAULT_SIZE
 
     trained = partial(read_stream, size=config.shuffle_buffer_size or DEFAULT_SIZE)
-    return run.read(config, read_rows, SFT, trained)
+    return run.read(config, read_rows, form, trained)
 
 
 def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
@@ -151,7 +153,8 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
         _check_terms(config)
     check_spoken(config, rows)
     prepared: Prepared = run.prepare(config, batch, rows, val_rows, partial(encode, config), Prepared)
-    warn_of_plain(rows, prepared.tokenizer, "query=prompt response=completion")
+    if not config.plain:
+        warn_of_plain(rows, prepared.tokenizer, "query=prompt response=completion")
     if config.predict_with_generate:
         from shardproof.data.encoding.asked import check_asks
 
