@@ -250,7 +250,7 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--resume_only_model true", "equivalent here; 'shardproof export CHECKPOINT FOLDER'"),
         ("--max_epochs 3", "--epochs says how many; with --streaming, --max-steps"),
         ("--galore_rank 8", "There is no option --galore-rank. It is of a tuner of ms-swift that is not here"),
-        ("--swanlab_mode local", "--report-to takes tensorboard and wandb"),
+        ("--swanlab_mode local", "from a variable of its own: SWANLAB_PROJ_NAME"),
         ("--lmdeploy_tp 2", "or by a vLLM server of its own"),
         ("--num_beams 2", "'shardproof infer' generates"),
         ("--temperature 0.7", "'shardproof infer' generates"),
@@ -372,7 +372,6 @@ def test_stage_and_offload_of_a_deepspeed_file(tmp_path, device, offload):
     ("text", "message"),
     [
         ("python train.py", "no 'swift sft'"),
-        ("swift pt --model x", "'shardproof sft' goes on with pre-training, on rows of {\"text\": ...}"),
         (
             "swift deploy --model x",
             "In place of 'swift deploy': 'shardproof export RUN FOLDER', then 'vllm serve FOLDER'",
@@ -994,8 +993,10 @@ def test_rows_of_a_hub_are_said_to_be_read_without_what_swifts_list_has_for_them
     [
         ("--optimizer lorap --lorap_lr_ratio 16", "--optimizer lorap: an option of ms-swift without equivalent here"),
         ("--optimizer galore", "--optimizer galore: there is no such optimizer"),
-        ("--report_to swanlab", "--report-to swanlab: an option of ms-swift without equivalent here"),
-        ("--report_to tensorboard swanlab", "--report-to swanlab"),
+        ("--report_to neptune", "--report-to neptune: an option of ms-swift without equivalent here"),
+        ("--report_to tensorboard neptune", "--report-to neptune"),
+        ("--fsdp nowhere.json", "it is neither fsdp2 nor a JSON file"),
+        ("--add_non_thinking_prefix false", "the model's own template writes an empty thought or none"),
         (
             "--task_type embedding --loss_type online_contrastive",
             "--loss-type online_contrastive: an option of ms-swift",
@@ -1029,3 +1030,95 @@ def test_a_metric_that_nothing_goes_by_is_left_out(more):
     assert "--best-metric" not in command
     assert "--best-metric acc is left out: it would decide nothing" in notes
     assert "--best-metric acc" in swift.translate(f"{said.replace(' false', ' true')} --early_stop_interval 3")[0]
+
+
+def test_pretraining_is_sft_without_a_template_that_learns_all():
+    command, _, missing = swift.translate("swift pt --model m --dataset d.jsonl --packing true")
+    assert not missing
+    assert {"--plain": "yes", "--loss": "all", "--packing": "true"}.items() <= options(command).items()
+    command, *_ = swift.translate("swift pt --model m --dataset d.jsonl --use_chat_template true --loss_scale default")
+    assert "--plain" not in command
+    assert "--loss answer" in command
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variables", "expected"),
+    [
+        ("torchrun --nproc_per_node=4 swift/cli/sft.py", [], {"--nproc": "4", "--stage": "0"}),
+        (
+            "torchrun --nproc-per-node 4 --nnodes 2 --node_rank=1 --master_addr a /opt/swift/cli/sft.py",
+            ["NNODES=2", "NODE_RANK=1", "MASTER_ADDR=a"],
+            {"--nproc": "4"},
+        ),
+        ("python -m swift.cli.sft", [], {}),
+        ("accelerate launch --num_processes 6 swift/cli/sft.py", [], {"--nproc": "6"}),
+        ("accelerate launch --config_file {fsdp} swift/cli/sft.py", [], {"--nproc": "2", "--stage": "3"}),
+        (
+            "accelerate launch --config_file {zero} --machine_rank 1 swift/cli/sft.py",
+            ["NNODES=2", "NODE_RANK=1", "MASTER_ADDR=10.0.0.1"],
+            {"--nproc": "4", "--stage": "2", "--offload": "optimizer"},
+        ),
+    ],
+)
+def test_what_starts_a_script_of_swifts_is_read_too(tmp_path, launcher, variables, expected):
+    files = {"fsdp": tmp_path / "fsdp.json", "zero": tmp_path / "zero.yaml"}
+    fsdp = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
+    files["fsdp"].write_text(json.dumps({"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": fsdp}))
+    files["zero"].write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2, offload_optimizer_device: cpu}\n"
+        "num_machines: 2\nnum_processes: 8\nmain_process_ip: 10.0.0.1\n"
+    )
+    text = f"{launcher.format_map(files)} \\\n    --model m --dataset d.jsonl"
+    command, notes, missing = swift.translate(text)
+    assert not missing
+    assert expected.items() <= options(command).items()
+    told = [note.partition(" ")[0] for note in notes if note.endswith("put it in front")]
+    assert sorted(told) == sorted(variables)
+
+
+def test_what_a_launcher_is_told_and_nothing_here_does_is_named():
+    for launcher, told in (
+        ("deepspeed --hostfile=hosts", "--hostfile hosts: "),
+        ("accelerate launch --config_file x", ""),
+    ):
+        *_, (reason,) = swift.translate(f"{launcher} swift/cli/sft.py --model m --dataset d.jsonl")
+        assert reason.startswith(told or "--config_file x: it cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}, {"--stage": "3"}),
+        ({"fsdp": "full_shard", "fsdp_config": {"reshard_after_forward": False}}, {"--stage": "2"}),
+        ({"fsdp": "shard_grad_op offload"}, {"--stage": "2", "--offload": "all"}),
+        (
+            {"fsdp": "full_shard", "fsdp_config": {"activation_cpu_offload": True, "activation_checkpointing": True}},
+            {"--stage": "3", "--activation-offloading": "yes", "--gradient-checkpointing": "yes"},
+        ),
+    ],
+)
+def test_a_file_of_fsdp_is_a_stage(tmp_path, config, expected):
+    file = tmp_path / "fsdp.json"
+    file.write_text(json.dumps(config))
+    command, _, missing = swift.translate(f"swift sft --model m --dataset d.jsonl --fsdp {file}")
+    assert not missing
+    assert expected.items() <= options(command).items()
+    assert options(swift.translate("swift sft --model m --dataset d.jsonl --fsdp fsdp2")[0])["--stage"] == "3"
+
+
+def test_what_asks_for_nothing_else_is_left_out():
+    said = "swift sft --model m --dataset d.jsonl --save_total_limit -1 --add_non_thinking_prefix true"
+    command, _, missing = swift.translate(f"{said} --bnb_4bit_quant_storage bfloat16 --report_to swanlab")
+    assert not missing
+    assert "--save-total-limit" not in command
+    assert "--report-to swanlab" in command
+
+
+def test_variables_may_have_a_default():
+    text = (
+        'MODEL="${MODEL:-org/m}"\nRATE=\nswift sft --model $MODEL --dataset ${DATA:-d.jsonl} --learning_rate ${LR-1e-4}'
+    )
+    command, _, missing = swift.translate(text)
+    assert not missing
+    found = options(command)
+    assert (found["--model"], found["--dataset"], found["--learning-rate"]) == ("org/m", "d.jsonl", "1e-4")

@@ -82,6 +82,7 @@ OPTIONS: dict[str, tuple[int, list[int], dict[str, Any]]] = {
     "chunks of a frozen head": (2, [3], {"chunked_loss": True, "max_length": [400], "tuner": "lora"}),
     "stochastic rounding": (2, [0, 3], {"stochastic_rounding": True}),
     "sequence parallel": (2, [0, 3], {"sequence_parallel": 2}),
+    "packed rows that are shared": (2, [0, 3], {"packing": True, "sequence_parallel": 2}),
     "rows shared in pairs": (4, [3], {"sequence_parallel": 2}),
     "labels of shared rows": (2, [0, 3], {"task": "seq_cls", "num_labels": 3, "sequence_parallel": 2}),
     "answers yes or no of shared rows": (2, [3], {"task": "generative_reranker", "sequence_parallel": 2}),
@@ -275,7 +276,7 @@ def test_what_comes_back_ahead_is_counted(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"packing": True, "sequence_parallel": 2}, "--sequence-parallel and --packing"),
+        ({"attn": "eager", "sequence_parallel": 2}, "--sequence-parallel works with --attn sdpa and varlen"),
         ({"sequence_parallel": 3, "gpus": [6]}, "--sequence-parallel 3: the model has 4 attention heads"),
         ({"sequence_parallel": 4, "gpus": [6]}, "--gpus 6 cannot be spread evenly over --sequence-parallel 4"),
         ({"shard_group": 4, "gpus": [6]}, "--gpus 6 cannot be spread evenly over --shard-group 4"),

@@ -114,6 +114,7 @@ def _brought_over(line: shell.Line) -> tuple[str, list[str], list[str]]:
     known = meant_as_ours({*config.model_fields, "run_file"}, given)
     notes: list[str] = []
     values, missing = _adopted(line, known, notes)
+    missing += line.missing
     without_parts(values, given, notes)
     in_file = any(name == "config" for name, _ in line.options)
     own_model = ("model",) if "adapters" not in values else ()  # adapters know theirs

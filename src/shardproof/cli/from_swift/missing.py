@@ -38,6 +38,7 @@ WITHOUT_EFFECT = {
     "model_author": "it fills in rows of swift/self-cognition",
     "model_name": "it fills in rows of swift/self-cognition",
     "use_liger_kernel": "of sft; kernels change no number",
+    "bnb_4bit_quant_storage": "packed weights are sharded whatever holds them",
     "bnb_4bit_compute_dtype": "packed weights are computed with in --precision",
     "use_logits_to_keep": "logits that are not used change no number",
     "vit_gradient_checkpointing": "--gradient-checkpointing is of towers, too, and changes no number",
@@ -92,7 +93,7 @@ MISSING = {
         ("false",),
     ),
     "norm_bbox": (),  # 'none' asks for pixels
-    **dict.fromkeys(("train_dataloader_shuffle", "bnb_4bit_use_double_quant"), ("true",)),
+    **dict.fromkeys(("train_dataloader_shuffle", "bnb_4bit_use_double_quant", "add_non_thinking_prefix"), ("true",)),
     **dict.fromkeys(("sequence_parallel_size", "deepspeed_autotp_size", "num_beams", "num_mini_batches"), ("1",)),
     **dict.fromkeys(
         ("lisa_activated_layers", "freeze_parameters_ratio", "label_smoothing_factor", "eval_delay"), ("0", "0.0")
@@ -100,7 +101,7 @@ MISSING = {
     **dict.fromkeys(
         (
             *("quant_method", "bnb_4bit_quant_type"),
-            *("fsdp", "zero_hpz_partition_size", "rope_scaling", "max_model_len", "device_map", "max_memory"),
+            *("zero_hpz_partition_size", "rope_scaling", "max_model_len", "device_map", "max_memory"),
             "custom_dataset_info",
             *("cached_dataset", "new_special_tokens", "task_type", "num_labels"),
             *(
@@ -114,7 +115,7 @@ MISSING = {
             *("sft_alpha", "generation_batch_size", "chord_sft_dataset"),
             *("shuffle_buffer_size", "download_mode", "local_repo_path", "init_strategy"),
             *("temperature", "top_p", "top_k", "repetition_penalty"),
-            *("max_new_tokens", "logprobs", "top_logprobs", "hqq_axis", "bnb_4bit_quant_storage"),
+            *("max_new_tokens", "logprobs", "top_logprobs", "hqq_axis"),
             *("ray_exp_name", "device_groups", "lora_bias", "lora_dtype", "max_shard_size", "packing_length"),
             *("eval_dataset_args", "eval_limit", "eval_generation_config", "fsdp_config", "tf32", "logging_strategy"),
             *("torch_empty_cache_steps", "ref_model_revision", "reward_model_revision", "teacher_model_revision"),
@@ -193,7 +194,9 @@ INSTEAD = {
         "'shardproof infer' generates, and rlhf with --max-completion-length",
     ),
     **dict.fromkeys(("use_ray", "ray_exp_name", "device_groups"), "--launcher ray starts the processes on a cluster"),
-    **dict.fromkeys(("fsdp", "fsdp_config"), "--stage 0 to 3 says what is sharded"),
+    "fsdp_config": "--stage 0 to 3 says what is sharded",
+    "add_non_thinking_prefix": "the model's own template writes an empty thought or none; with --loss"
+    " answer+ignore_empty_think it is not learnt",
     "teacher_deepspeed": "--model-stages teacher_model=3 says how the teacher is sharded",
     "download_mode": "'hf cache rm' takes a dataset out of the cache, and the next run fetches it again",
     "ignore_data_skip": "'shardproof export CHECKPOINT FOLDER', and --model FOLDER begins anew from its weights",

@@ -8,6 +8,7 @@ import shlex
 from dataclasses import dataclass, field
 
 from shardproof.cli.elsewhere import COMMANDS
+from shardproof.cli.from_swift.launchers import command_at, launched
 from shardproof.cli.from_swift.options import VARIABLES
 from shardproof.errors import ConfigError
 from shardproof.train.options.option import flag
@@ -21,7 +22,8 @@ _OTHERS = {
     **{name: f"In place of 'swift {name}': {instead}." for name, instead in COMMANDS.items()},
 }
 _IN_FRONT = ("nohup", "env", "exec", "time", "then", "do", "else", "{", "(")  # of a command
-READ = ("sft", "rlhf", "infer", "export")
+READ = ("sft", "pt", "rlhf", "infer", "export")
+_PRETRAINING = {"use_chat_template": "false", "loss_scale": "all"}  # what 'pt' is beside 'sft'
 _BLANK = "\x01"  # in a sum, which is one word
 _BARE = "\x02"  # the dollar of a variable that no quotes hold together
 _SEPARATOR = re.compile(r"\n|;|&&|\|\||\||&")
@@ -32,16 +34,18 @@ class Line:
     """A command in a text.
 
     Attributes:
-        command: one of READ.
+        command: one of READ; 'pt' is 'sft' with other defaults, and stands here as that.
         options: names with underscores and their values, in order; an option that stands there twice does so here.
         variables: what is assigned in front of the command, or above it.
         dressed: whether a redirection, a pipe or the background was left out.
+        missing: what its launcher was told, and nothing here does.
     """
 
     command: str
     options: list[tuple[str, list[str]]] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     dressed: bool = False
+    missing: list[str] = field(default_factory=list)
 
 
 def read(text: str) -> list[Line]:
@@ -55,19 +59,21 @@ def read(text: str) -> list[Line]:
     found: list[Line] = []
     for words in commands:
         words, before = [filled for word in words for filled in _filled(word, variables)], dict(variables)
-        starts = [i for i, word in enumerate(words[:-1]) if word == "swift" and words[i + 1] in (*READ, "pt")]
+        starts = [i for i in range(len(words)) if (at := command_at(words, i)) and at[0] in READ]
         for word in words[: starts[0]] if starts else words:
             name, is_assignment, value = word.partition("=")
             if is_assignment and name.isidentifier():
                 variables[name] = value
-        if starts:
-            line = _line(words[starts[0] + 1 :], dict(variables))
+        if starts and (begins := command_at(words, starts[0])):
+            told = launched(words[: starts[0]])
+            line = _line([begins[0], *words[begins[1] :]], variables | told.variables)
+            line.options, line.missing = [*told.options, *line.options], told.missing
             line.dressed = dressed or "nohup" in words[: starts[0]]
             found.append(line)
             variables = before  # what stands in front of a command is its own
     if not found:
         hints = [hint for name, hint in _OTHERS.items() if re.search(rf"\bswift {name}\b", " ".join(text.split()))]
-        none = "There is no 'swift sft', 'rlhf', 'infer' or 'export' in this text."
+        none = "There is no 'swift sft', 'pt', 'rlhf', 'infer' or 'export' in this text."
         raise ConfigError("\n".join([none, *hints]))
     return found
 
@@ -77,7 +83,7 @@ def not_read(text: str) -> list[str]:
     found = []
     for words in _commands(text)[0]:
         at = next((i for i, word in enumerate(words) if "=" not in word and word not in _IN_FRONT), len(words))
-        if words[at : at + 1] == ["swift"] and words[at + 1 : at + 2] not in ([], ["pt"], *([name] for name in READ)):
+        if words[at : at + 1] == ["swift"] and words[at + 1 : at + 2] not in ([], *([name] for name in READ)):
             name = words[at + 1]
             found.append(_OTHERS.get(name, f"'swift {name}': a command of ms-swift without equivalent here."))
     return list(dict.fromkeys(found))
@@ -101,7 +107,7 @@ def _commands(text: str) -> tuple[list[list[str]], bool]:
     parts = _SEPARATOR.split(bare)
     commands = []
     for part in parts:
-        part = re.sub(r"\$(?=[A-Za-z_]|\{[A-Za-z_]\w*\})", _BARE, part)
+        part = re.sub(r"\$(?=[A-Za-z_]|\{[A-Za-z_]\w*(?::?-[^{}\s]*)?\})", _BARE, part)
         whole = re.sub("\x00(\\d+)\x00", lambda match: quotes[int(match[1])], part)
         try:
             commands.append(shlex.split(whole))
@@ -116,7 +122,7 @@ def _filled(word: str, variables: dict[str, str]) -> list[str]:
     assigned = re.match(r"[A-Za-z_]\w*=", word)
 
     def value(match: re.Match[str]) -> str:
-        found = variables.get(match[2] or match[3], f"${match[0][1:]}")
+        found = variables.get(match[2] or match[3], f"${match[0][1:]}" if match[4] is None else match[4])
         return found if assigned or match[1] != _BARE else re.sub(r"\s+", _BARE, found)
 
     def summed(match: re.Match[str]) -> str:
@@ -126,7 +132,8 @@ def _filled(word: str, variables: dict[str, str]) -> list[str]:
         except (SyntaxError, ArithmeticError, ValueError):
             return match[0]
 
-    filled = re.sub(rf"([{_BARE}$])(?:([A-Za-z_]\w*)|\{{([A-Za-z_]\w*)\}})", value, word).replace(_BLANK, " ")
+    names = r"(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?-([^{}]*))?\})"  # the last: what it is where it is nothing
+    filled = re.sub(rf"([{_BARE}$]){names}", value, word).replace(_BLANK, " ")
     words = _SUM.sub(summed, filled).split(_BARE)
     return [each for each in words if each] if _BARE in word else words
 
@@ -159,9 +166,7 @@ def _worth(node: ast.expr) -> int:
 
 
 def _line(words: list[str], variables: dict[str, str]) -> Line:
-    if words[0] == "pt":
-        raise ConfigError(f"In place of 'swift pt': {COMMANDS['pt']}.")
-    line = Line(words[0], variables=variables)
+    line = Line("sft" if words[0] == "pt" else words[0], variables=variables)
     for word in words[1:]:
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
@@ -170,6 +175,9 @@ def _line(words: list[str], variables: dict[str, str]) -> Line:
             line.options[-1][1].append(word)
         else:
             raise ConfigError(f"{word}: a file of options has no defaults of ms-swift. {CONFIG}")
+    if words[0] == "pt":
+        given = {name for name, _ in line.options}
+        line.options += [(name, [value]) for name, value in _PRETRAINING.items() if name not in given]
     shown = [(f"{flag(name)} {' '.join(given)}", " ".join(given)) for name, given in line.options]
     shown += [(f"{name}={value}", value) for name, value in variables.items() if name in VARIABLES]
     for whole, value in shown:

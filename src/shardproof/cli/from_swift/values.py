@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from shardproof.cli.from_swift.missing import INSTEAD, missing
 from shardproof.data.forms.formats import FIELDS
@@ -85,14 +87,38 @@ def _optimizer(values: list[str]) -> Ours:
 
 
 # Where ms-swift and transformers report to, and nobody does here.
-_REPORTS = {"all", "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow", "neptune"}
-_REPORTS |= {"swanlab", "trackio"}
+_REPORTS = {"all", "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "neptune"}
 
 
 def _report_to(values: list[str]) -> Ours:
     if others := [name for name in ",".join(values).split(",") if name.lower() in _REPORTS]:
         raise missing(f"--report-to {' '.join(others)}", f"there is {', '.join(REPORTS)}")
     return [("report_to", values)]
+
+
+def _save_limit(values: list[str]) -> Ours:
+    """Of checkpoints; -1 keeps all."""
+    return [("save_total_limit", values)] if values not in (["-1"], ["none"], ["None"]) else []
+
+
+FSDP2 = {"fsdp": "full_shard auto_wrap", "fsdp_config": {}}  # Swift's file of that name
+
+
+def _fsdp(values: list[str]) -> Ours:
+    """The name of a file of Swift's, or one of one's own, in transformers' words. What it says of activations that are
+    computed again is --gradient-checkpointing, which both do unless they are told otherwise."""
+    text = " ".join(values)
+    if text.lower() == "none":
+        return []
+    try:
+        said: Any = FSDP2 if text == "fsdp2" else json.loads(Path(text).read_text(encoding="utf-8"))
+        words, config = str(said["fsdp"]).split(), dict(said.get("fsdp_config") or {})
+    except (OSError, ValueError, KeyError, TypeError):
+        raise missing(f"--fsdp {text}", "it is neither fsdp2 nor a JSON file of 'fsdp' and 'fsdp_config'") from None
+    kept = "shard_grad_op" in words or config.get("reshard_after_forward") is False
+    found = [("stage", ["2" if kept else "3"])]
+    found += [("offload", ["all"])] if "offload" in words else []
+    return found + ([("activation_offloading", ["yes"])] if config.get("activation_cpu_offload") else [])
 
 
 def _bits(values: list[str]) -> Ours:
@@ -286,6 +312,8 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "optimizer": _optimizer,
     "report_to": _report_to,
     "quant_bits": _bits,
+    "save_total_limit": _save_limit,
+    "fsdp": _fsdp,
     "init_weights": _init_weights,
     "sleep_level": _sleep,
     "columns": _columns,
