@@ -1,4 +1,4 @@
-"""Promise: what --report-to names has all of a run when its processes have ended. Each where its package is installed."""
+"""Promise: what --report-to names has all of a run when its processes have ended, where its package is installed."""
 
 from __future__ import annotations
 
