@@ -909,8 +909,8 @@ def test_a_file_that_is_not_there_is_told() -> None:
     ("theirs", "said"),
     [
         (
-            "swift infer --model m --infer_backend vllm",
-            "--infer-backend vllm: an option of ms-swift without equivalent",
+            "swift infer --model m --infer_backend sglang",
+            "--infer-backend sglang: an option of ms-swift without equivalent here; --backend takes transformers and",
         ),
         (
             "swift infer --model m --max_new_token 5",

@@ -21,6 +21,11 @@ KNOWN = {"infer": InferConfig.model_fields, "export": ExportConfig.model_fields}
             "base --dataset f --batch-size 8",
         ),
         ("infer", "run --prompt x", "run --prompt x"),
+        (
+            "infer",
+            "--model m --infer_backend vllm --vllm_tensor_parallel_size 2 --vllm-max-model-len 4096",
+            "m --backend vllm --nproc 2 --vllm-max-model-len 4096",
+        ),
         ("infer", "run --padding-side left --model-kwargs {} --load-from-cache-file true", "run"),
         ("infer", "run --deepspeed zero3 --hepl", "run --deepspeed zero3 --hepl"),
         ("infer", """run --columns {"q":"query","a":"response"}""", "run --columns query=q response=a"),
@@ -46,7 +51,7 @@ def test_a_command_is_the_one_here(command, theirs, ours):
     [
         ("infer", "run --adapters other", "--adapters and run both name the run"),
         ("infer", "--adapters a b", "one folder is meant"),
-        ("infer", "--model m --infer-backend vllm", "vllm serve FOLDER"),
+        ("infer", "--model m --infer-backend lmdeploy", "--backend takes transformers and vllm"),
         ("infer", "--model m --logprobs true", "vllm serve FOLDER"),
         ("infer", "--model m --agent-template hermes", "--agent-template hermes: an option of ms-swift without"),
         ("infer", "--model m --per-device-train-batch-size 2", "an option of ms-swift without equivalent here"),

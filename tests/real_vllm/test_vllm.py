@@ -78,3 +78,32 @@ def test_it_answers_with_the_weights_of_each_step(tmp_path: Path, options: list[
     apart = [step["sampling/sampling_logp_difference/mean"] for step in steps if "loss" in step]
     assert len(apart) == 3
     assert max(apart) < ROUNDING
+
+
+def test_it_answers_rows_as_the_model_itself_does(tmp_path: Path) -> None:
+    """Also where answers are cut at a word, and differently each time where they are drawn."""
+    words = ["red", "green", "blue", "seven", "eight", "nine", "north", "south"]
+    rows = [
+        {"query": f"say {word} {i}", "response": f"{word} and {word} once more"} for i in range(20) for word in words
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = ["-m", "shardproof", "sft", "--model", "tiny", "--dataset", str(tmp_path / "rows.jsonl")]
+    python(*made, "--max-steps", "100", "--learning-rate", "3e-3", "--output-dir", str(tmp_path / "run"))
+    asked = ["-m", "shardproof", "infer", str(tmp_path / "run"), "--dataset", f"{tmp_path / 'rows.jsonl'}#24"]
+    asked += ["--max-new-tokens", "8"]
+
+    def answers(name: str, *more: str) -> list[str]:
+        file = tmp_path / f"{name}.jsonl"
+        python(*asked, "--result-path", str(file), *more)
+        return [json.loads(line)["response"] for line in file.read_text().splitlines()]
+
+    own = answers("own", "--batch-size", "8")
+    assert answers("vllm", "--backend", "vllm") == own
+    longest = max(range(len(own)), key=lambda i: len(own[i]))
+    word = own[longest][2:5]
+    assert len(word) == 3
+    cut = answers("cut", "--backend", "vllm", "--stop-words", word)
+    assert cut[longest] == own[longest].partition(word)[0].strip()
+    drawn = ["--backend", "vllm", "--temperature", "1.5", "--seed", "3"]
+    once, again = (answers(name, *drawn) for name in ("once", "again"))
+    assert once == again != own

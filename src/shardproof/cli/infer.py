@@ -20,6 +20,8 @@ from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.data.media.limits import LIMITS
 from shardproof.errors import ConfigError, DataError
 
+VLLM = "vllm"
+OF_VLLM = "vllm_max_model_len", "vllm_gpu_memory_utilization"
 STAGE = 3  # at which several processes hold the model
 PATIENCE = timedelta(days=7)  # for which ranks wait for the user to say something
 
@@ -69,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
         config.result_path = str(beside / "answers" / name)
     if outer_world():
         return _rank(folder, config, system)
-    if config.nproc > 1:
+    if config.nproc > 1 and config.backend != VLLM:
         check_devices(config.nproc)
         import shardproof.integrations.transformers  # noqa: F401  (once, before ranks are forked)
         from shardproof.models.loading.classes import import_class
@@ -87,6 +89,7 @@ def _check(config: InferConfig) -> None:
     for name in ("result_path", "columns", "row_format", "bad_rows", "answer_metrics", "media_root", "batch_size"):
         if getattr(config, name) != InferConfig.model_fields[name].default and not config.dataset:
             raise ConfigError(f"{options.flag(name)} is about the rows of --dataset, and there is none.")
+    _check_backend(config)
     if config.answer_metrics:
         from shardproof.train.answers.metrics import check_names
 
@@ -98,6 +101,24 @@ def _check(config: InferConfig) -> None:
         from shardproof.data.encoding.template_syntax import check_template
 
         check_template(config.chat_template)
+
+
+def _check_backend(config: InferConfig) -> None:
+    """Refuse what the one that writes the answers does not do."""
+    if config.backend != VLLM:
+        if given := next((name for name in OF_VLLM if getattr(config, name) is not None), None):
+            raise ConfigError(f"{options.flag(given)} is about vLLM: add --backend vllm.")
+        return
+    from shardproof.train.answers.by_vllm import check_vllm
+
+    others = ("image", "audio", "video", "external_plugins", "model_type")
+    if given := next((name for name in others if getattr(config, name)), None):
+        raise ConfigError(
+            f"--backend vllm is asked about text, of models that it knows itself: no {options.flag(given)}."
+        )
+    if config.num_beams > 1:
+        raise ConfigError("--backend vllm follows no beams: leave --num-beams out, or --backend.")
+    check_vllm()
 
 
 def _rank(folder: Path, config: InferConfig, system: str | None) -> int:
@@ -139,6 +160,8 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     check_media_root(media)
     labels = labels_in(folder)
     scoring = ByHead() if labels == RELEVANCE else scoring_in(folder)
+    if config.backend == VLLM and (scoring, labels, embedding_in(folder)) != (None, None, None):
+        raise ConfigError(f"--backend vllm writes answers, and the model in {folder} does not: leave --backend out.")
     if scoring is not None:
         from shardproof.cli.infer_embeddings import rank
 
@@ -157,17 +180,14 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     plugins = load(config.external_plugins)
     worth = answer_metrics(config.answer_metrics, plugins)
     row_format = (config.row_format, plugins.find("row format", config.row_format)) if config.row_format else None
-    chat = Chat(
-        folder,
-        config.trust_remote_code,
-        config.chat_template,
-        config.template_variables,
-        config.plain,
-        plugins,
-        loaded_as(folder, plugins, config.model_type),
-        stage,
-        media,
-    )
+    how = (config.trust_remote_code, config.chat_template, config.template_variables, config.plain)
+    if config.backend == VLLM:
+        from shardproof.train.answers.by_vllm import AT_ONCE, ByVllm
+
+        chat: Chat = ByVllm(folder, *how, config.nproc, config.vllm_max_model_len, config.vllm_gpu_memory_utilization)
+        config.batch_size = config.batch_size if "batch_size" in config.model_fields_set else AT_ONCE
+    else:
+        chat = Chat(folder, *how, plugins, loaded_as(folder, plugins, config.model_type), stage, media)
     if config.seed is not None:
         torch.manual_seed(config.seed)
     sampling = Sampling(**{field.name: getattr(config, field.name) for field in fields(Sampling)})
@@ -176,7 +196,8 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
         from shardproof.cli.infer_rows import answer
 
         return answer(chat, config, system, sampling, worth, row_format)
-    files, stream = files_of(config), config.stream and config.num_beams == 1  # of several no one is the answer yet
+    files = files_of(config)
+    stream = config.stream and config.num_beams == 1 and config.backend != VLLM  # of several no one is the answer yet
     if config.prompt is not None:
         _answer(chat, [*history, question_of(config.prompt, files)], sampling, stream)
         return 0

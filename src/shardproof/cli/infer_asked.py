@@ -61,7 +61,19 @@ class InferConfig(BaseModel):
     fps: float | None = Field(
         None, description="frames per second that are taken of a video (default: as in the run, or --max-frames)", gt=0
     )
-    batch_size: int = Field(1, description="rows that a process answers at once", ge=1)
+    batch_size: int = Field(
+        1, description="rows that a process answers at once (with --backend vllm, default: 512)", ge=1
+    )
+    backend: Literal["transformers", "vllm"] = Field(
+        "transformers",
+        description="what writes the answers: the model itself, or vLLM, to many rows at once (text, whole models)",
+    )
+    vllm_max_model_len: int | None = Field(
+        None, description="longest question and answer, in tokens (default: what the model is made for)", ge=1
+    )
+    vllm_gpu_memory_utilization: float | None = Field(
+        None, description="share of the GPU's memory that vLLM takes (default: its own)", gt=0, le=1
+    )
     max_new_tokens: int = Field(128, description="longest answer in tokens", ge=1)
     temperature: float = Field(0.0, description="sampling temperature; 0 takes the likeliest token each time", ge=0)
     top_p: float = Field(1.0, description="sample from the likeliest tokens that sum up to this", gt=0, le=1)
@@ -84,7 +96,7 @@ class InferConfig(BaseModel):
     stop_words: list[str] = Field([], description="texts before which an answer ends")
     seed: int | None = Field(None, description="seed of sampling (default: another one each time)", ge=0)
     stream: bool = Field(True, description="show the answer while it is generated")
-    nproc: int = Field(1, description="processes to shard the model over", ge=1)
+    nproc: int = Field(1, description="processes to shard the model over (with --backend vllm: GPUs)", ge=1)
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     external_plugins: list[str] = Field(
         [], description="Python files of your own that register the model, the row format or answer metrics"

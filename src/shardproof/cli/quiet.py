@@ -18,6 +18,7 @@ def before_imports(local: bool, verbose: bool) -> None:
     if not verbose:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if local or os.environ.get("LOCAL_RANK", "0") != "0":  # else one process shows what is fetched
             for name in BARS:
                 os.environ.setdefault(name, "1")

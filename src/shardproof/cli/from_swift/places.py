@@ -14,7 +14,7 @@ from shardproof.train.options.option import flag
 RUN = ("adapters", "ckpt_dir", "resume_from_checkpoint", "model", "model_id_or_path")
 
 RENAMED = {
-    "infer": {"val_dataset": "dataset", "max_batch_size": "batch_size"},
+    "infer": {"val_dataset": "dataset", "max_batch_size": "batch_size", "vllm_tensor_parallel_size": "nproc"},
     "export": {"torch_dtype": "dtype"},
 }
 WITHOUT_EFFECT = {
@@ -40,7 +40,7 @@ WITHOUT_EFFECT = {
 }
 # By command and option: values that say what happens anyway, and what to do for the others.
 INSTEAD = {
-    ("infer", "infer_backend"): (("pt", "transformers"), "'shardproof export', then 'vllm serve FOLDER'"),
+    ("infer", "infer_backend"): (("pt", "transformers"), "--backend takes transformers and vllm"),
     ("infer", "logprobs"): (("none", "false"), "'shardproof export', then 'vllm serve FOLDER'"),
     ("infer", "top_logprobs"): (("none",), "'shardproof export', then 'vllm serve FOLDER'"),
     ("infer", "val_dataset_sample"): (("none",), "--val-dataset FILE#N takes N rows"),
@@ -94,6 +94,8 @@ def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[l
             words += [flag(option), *(meant.get(value.lower(), value) for value in values)]
         elif name in WITHOUT_EFFECT[command]:
             notes.append(f"{given} ({WITHOUT_EFFECT[command][name]})")
+        elif (command, name, text.lower()) == ("infer", "infer_backend", "vllm"):
+            words += ["--backend", "vllm"]
         elif (command, name) in INSTEAD:
             harmless, instead = INSTEAD[command, name]
             if text.lower() not in harmless:

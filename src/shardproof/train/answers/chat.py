@@ -93,8 +93,17 @@ class Chat(Loaded):
                 " prompt continued as it stands."
             )
         self.load()
-        self._writer = Writer(self.model, self.tokenizer, f"the model in {folder}", self.first)
+        self._writer = self._begin(f"the model in {folder}")
         self.place_model()
+
+    def _begin(self, named: str) -> Any:
+        """What writes; `named`: what messages call the model."""
+        return Writer(self.model, self.tokenizer, named, self.first)
+
+    @property
+    def _device(self) -> Any:
+        """Of what the model is given."""
+        return self.model.device
 
     @property
     def written(self) -> str:
@@ -221,7 +230,7 @@ class Chat(Loaded):
         from transformers import BatchFeature
 
         if self.takes_files(questions[0]):
-            return BatchFeature(self.with_files(questions[0])).to(self.model.device)
+            return BatchFeature(self.with_files(questions[0])).to(self._device)
         if kind := next((part["type"] for question in questions for part in parts_of(question.messages)), None):
             what = "this model takes" if self.processing is self.tokenizer else "what is continued as it stands is"
             raise ConfigError(f"There is a file of kind {kind}, and {what} text only.")
@@ -239,4 +248,4 @@ class Chat(Loaded):
         if padding and self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         tokens = self.tokenizer(texts, return_tensors="pt", add_special_tokens=questions[0].plain, **padding)
-        return tokens.to(self.model.device)
+        return tokens.to(self._device)

@@ -24,24 +24,61 @@ log = logging.getLogger("shardproof")
 SOME = 16  # tokens, by which a model shows whether it reads padding
 
 
-class Writer:
-    """Writes behind the tokens of a question.
+class Tells:
+    """What is told of answers, and how tokens become texts.
 
     Args:
-        model: of transformers, sharded or not, with adapters or without.
-        tokenizer: its own.
-        named: what messages call it.
+        tokenizer: the model's own.
+        named: what messages call the model.
         tells: whether this process is the one that warns.
 
     Attributes:
         written: the last answer as it was generated, with special tokens.
+    """
+
+    def __init__(self, tokenizer: Any, named: str, tells: bool) -> None:
+        self.tokenizer, self.named, self._tells = tokenizer, named, tells
+        self.written = ""
+        self._told: set[str] = set()  # warnings
+
+    def tell(self, warning: str) -> None:
+        """Once, by one process."""
+        if self._tells and warning not in self._told:
+            self._told.add(warning)
+            log.warning(warning)
+
+    def texts(self, tokens: Any, sampling: Sampling) -> list[str]:
+        """The answers that `write` gave."""
+        decoded = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return [sampling.ended(text).strip() for text in decoded]
+
+    def _look_at(self, tokens: Any) -> None:
+        """Keep what was `written`, and tell of tokens, (rows, length), that the tokenizer makes nothing of."""
+        self.written = self.tokenizer.decode(tokens[0])
+        beyond = [one for one in dict.fromkeys(tokens.flatten().tolist()) if one >= len(self.tokenizer)]
+        if unknown := [str(one) for one in beyond if not self.tokenizer.decode([one])]:
+            shown = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+            self.written = self.written or f"tokens {shown}, which its tokenizer does not have"
+            self.tell(
+                f"{self.named[:1].upper()}{self.named[1:]} writes tokens that its tokenizer does not have, which are"
+                " left out: the tokenizer is that of another model, or the model has learnt little."
+            )
+
+
+class Writer(Tells):
+    """Writes behind the tokens of a question.
+
+    Args:
+        model: of transformers, sharded or not, with adapters or without.
+        tokenizer, named, tells: as of `Tells`.
 
     Raises:
         ConfigError: the model has no generate().
     """
 
     def __init__(self, model: Any, tokenizer: Any, named: str, tells: bool) -> None:
-        self.model, self.tokenizer, self.named, self._tells = model, tokenizer, named, tells
+        super().__init__(tokenizer, named, tells)
+        self.model = model
         self._inner = without_adapters(model)
         if not callable(getattr(self._inner, "generate", None)):
             raise ConfigError(
@@ -52,15 +89,7 @@ class Writer:
         self.remembers = hasattr(self._inner.config.get_text_config(decoder=True), "num_hidden_layers")
         known = getattr(getattr(self._inner, "generation_config", None), "eos_token_id", None)
         self._ends = {plain: stops(tokenizer, known, turns=not plain) for plain in (True, False)}
-        self.written = ""
-        self._told: set[str] = set()  # warnings
         self._reads: bool | None = None  # padding, where that is known
-
-    def tell(self, warning: str) -> None:
-        """Once, by one process."""
-        if self._tells and warning not in self._told:
-            self._told.add(warning)
-            log.warning(warning)
 
     def room(self, prompt: int, wanted: int) -> int:
         """How many tokens may be written behind a prompt of so many: a model that has learnt its positions has no more.
@@ -148,23 +177,6 @@ class Writer:
             found.append(self.write(alone, sampling, plain)[0])
         pad = self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0
         return torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=pad)
-
-    def texts(self, tokens: Any, sampling: Sampling) -> list[str]:
-        """The answers that `write` gave."""
-        decoded = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        return [sampling.ended(text).strip() for text in decoded]
-
-    def _look_at(self, tokens: Any) -> None:
-        """Keep what was `written`, and tell of tokens, (rows, length), that the tokenizer makes nothing of."""
-        self.written = self.tokenizer.decode(tokens[0])
-        beyond = [one for one in dict.fromkeys(tokens.flatten().tolist()) if one >= len(self.tokenizer)]
-        if unknown := [str(one) for one in beyond if not self.tokenizer.decode([one])]:
-            shown = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
-            self.written = self.written or f"tokens {shown}, which its tokenizer does not have"
-            self.tell(
-                f"{self.named[:1].upper()}{self.named[1:]} writes tokens that its tokenizer does not have, which are"
-                " left out: the tokenizer is that of another model, or the model has learnt little."
-            )
 
     @contextlib.contextmanager
     def _told_plainly(self) -> Iterator[None]:

@@ -1,0 +1,41 @@
+"""Promise: what vLLM is not asked here is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardproof.cli.infer import _check
+from shardproof.cli.infer_asked import InferConfig
+from shardproof.errors import ConfigError
+from shardproof.train.answers.by_vllm import ByVllm
+from shardproof.train.folder import ADAPTER
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"vllm_max_model_len": 10}, "--vllm-max-model-len is about vLLM: add --backend vllm"),
+        ({"backend": "vllm", "image": ["a.png"]}, "is asked about text, of models that it knows itself: no --image"),
+        ({"backend": "vllm", "external_plugins": ["mine.py"]}, "no --external-plugins"),
+        ({"backend": "vllm", "num_beams": 2}, "follows no beams"),
+    ],
+)
+def test_what_it_is_not_asked_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        _check(InferConfig(**given))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="it is installed")
+def test_where_it_is_not_installed_that_is_said() -> None:
+    with pytest.raises(ConfigError, match="the package vllm is not installed here: pip install vllm"):
+        _check(InferConfig(backend="vllm"))
+
+
+def test_adapters_are_to_be_merged_first(tmp_path: Path) -> None:
+    (tmp_path / ADAPTER).write_text("{}")
+    with pytest.raises(ConfigError, match="Merge them, and ask the result: shardproof export"):
+        ByVllm(tmp_path)
