@@ -26,7 +26,7 @@ Options = TypeVar("Options", bound=BaseModel)
 MODELS = ("model", "ref_model", "teacher_model", "value_model", "reward_model")  # options that name some
 
 PATIENCE = 4.0  # seconds the hub has to answer
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "tekken.json")
 
 
 def all_here(models: Iterable[str], datasets: Iterable[str] = ()) -> bool:

@@ -134,9 +134,11 @@ class Template:
         template = getattr(tokenizer, "chat_template", None)
         if not template:
             name = getattr(tokenizer, "name_or_path", "") or "the model"
+            own = str(getattr(tokenizer, "vocab_file", "")).endswith("tekken.json")  # Mistral's form, which has none
             raise ConfigError(
                 f"The tokenizer of {name} has no chat template, which rows of messages need.\n"
-                "Give it one with --chat-template: 'chatml', a file with a Jinja template, or the template itself.\n"
+                + ("Install mistral-common, which writes that of Mistral's models.\n" if own else "")
+                + "Give it one with --chat-template: 'chatml', a file with a Jinja template, or the template itself.\n"
                 "Or use rows of plain 'prompt' and 'completion', which need none."
             )
         self._tokenizer = tokenizer

@@ -241,11 +241,41 @@ def _load(source: str, name: str, trust_remote_code: bool) -> Any:
     import transformers
 
     cls = getattr(transformers, name, None)
-    if cls is None or "video_processor" not in cls.get_attributes() or _has("torchvision"):
+    videos = cls is not None and "video_processor" in cls.get_attributes() and not _has("torchvision")
+    if cls is None or not (videos or _tekken_of(source)):
         return transformers.AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
     values, more = cls.get_processor_dict(source)
     parts = [_part(attribute, source, values) for attribute in cls.get_attributes()]
-    return with_our_videos(cls).from_args_and_dict(parts, values, **more)
+    return (with_our_videos(cls) if videos else cls).from_args_and_dict(parts, values, **more)
+
+
+def load_fast_tokenizer(source: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model folder or hub id, as transformers loads it, but never by the package mistral-common.
+
+    Where that is installed (vLLM brings it), transformers reads `tekken.json` by it, whatever lies beside it. Such a
+    tokenizer has no chat template and no offsets, by which answers are found. Where there is no other file it is
+    converted, with the chat template that mistral-common writes for it, if there is none either.
+    """
+    import transformers
+
+    tekken = _tekken_of(source)
+    if tekken is None:
+        return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if content_of(source, "tokenizer.json") is not None:
+        return transformers.AutoTokenizer.from_pretrained(source, mistral_format=False)
+    from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
+
+    tokenizer = convert_tekken_tokenizer(tekken)
+    tokenizer.name_or_path = source
+    return tokenizer
+
+
+def _tekken_of(source: str) -> str | None:
+    """The file of Mistral's own form of tokenizers, if the model has one."""
+    from transformers.utils import cached_file
+
+    found = None if Path(source).expanduser().is_file() else cached_file(source, "tekken.json", **QUIET)
+    return str(found) if found else None
 
 
 def _part(attribute: str, source: str, values: Mapping[str, Any]) -> Any:
@@ -260,10 +290,11 @@ def _part(attribute: str, source: str, values: Mapping[str, Any]) -> Any:
         if font := config.get("font"):
             config = config | {"font": cached_file(source, font, **QUIET) or font}
         return FrameVideos(images, config)
+    if attribute == "tokenizer":
+        return load_fast_tokenizer(source)
     auto = {
         "image_processor": transformers.AutoImageProcessor,
         "feature_extractor": transformers.AutoFeatureExtractor,
-        "tokenizer": transformers.AutoTokenizer,
     }
     return auto[attribute].from_pretrained(source)
 

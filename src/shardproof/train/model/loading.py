@@ -175,12 +175,10 @@ def load_tokenizer(source: str, config: RunConfig) -> Any:
     Raises:
         ConfigError: there is none of either.
     """
-    from transformers import AutoTokenizer
-
-    from shardproof.models.loading.processors import note_batches
+    from shardproof.models.loading.processors import load_fast_tokenizer, note_batches
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        tokenizer = load_fast_tokenizer(source, config.trust_remote_code)
     except Exception as error:  # whatever the Rust library raises
         raise ConfigError(f"The tokenizer of {source} cannot be loaded: {first_line(error)}") from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one up for a folder that has none
