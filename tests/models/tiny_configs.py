@@ -91,6 +91,11 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"text_config": TEXT, "vision_config": {**QWEN_VISION, "fullatt_block_indexes": [1]}},
     "qwen3_vl": {"text_config": TEXT, "vision_config": QWEN3_VISION},
     "qwen2_audio": {"text_config": {**TEXT, "model_type": "qwen2"}, "audio_config": WHISPER},
+    "voxtral": {
+        "text_config": {**TEXT, "model_type": "llama"},
+        # Four frames of a tower's make a token, as wide as its inner layers.
+        "audio_config": {**WHISPER, "encoder_ffn_dim": 128, "max_source_positions": 1500},
+    },
     "internvl": {
         "text_config": {**TEXT, "model_type": "qwen2"},
         "vision_config": {**VISION, "image_size": [28, 28], "patch_size": [14, 14]},

@@ -9,8 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from models.tekken import AUDIO, tekken_tokenizer
 from models.tiny_configs import TINY
 from shardproof.models.families.known import FAMILIES
+from shardproof.models.loading.processors import prepared
 from shardproof.models.tiny import train_tokenizer
 from shardproof.models.tiny_media import image_processor, media_processor, media_tokenizer, save_random
 
@@ -89,6 +91,15 @@ def _qwen2_audio() -> tuple[Any, Any, dict[str, Any]]:
         "audio_token_index": tokenizer.audio_token_id,
     }
     return tokenizer, processor, config
+
+
+def _voxtral() -> tuple[Any, Any, dict[str, Any]]:
+    import transformers
+
+    tokenizer = tekken_tokenizer()
+    processor = prepared(transformers.VoxtralProcessor(transformers.WhisperFeatureExtractor(16), tokenizer))
+    text = _text(TINY["voxtral"]["text_config"], tokenizer)
+    return tokenizer, processor, {**TINY["voxtral"], "text_config": text, "audio_token_id": AUDIO}
 
 
 def _internvl() -> tuple[Any, Any, dict[str, Any]]:
@@ -185,6 +196,7 @@ _MAKERS = {
     "qwen2_vl": _qwen2_vl,
     "qwen3_vl": _qwen3_vl,
     "qwen2_audio": _qwen2_audio,
+    "voxtral": _voxtral,
     "internvl": _internvl,
     "llava": _llava,
     "gemma3": _gemma3,

@@ -11,7 +11,7 @@ import pytest
 from shardproof.models.families.known import FAMILIES, family_of
 
 OMNI = "qwen3_omni_moe"
-MEDIA = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_audio", "internvl", "llava", "gemma3", OMNI]
+MEDIA = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_audio", "voxtral", "internvl", "llava", "gemma3", OMNI]
 WORDS = [kind for family in FAMILIES if not family.media for kind in family.model_types]
 
 ROWS = {

@@ -179,6 +179,7 @@ FAMILIES = (
         grounding=_THOUSANDTHS,
     ),
     _one_tower("Qwen2-Audio", "Qwen2Audio", "qwen2_audio", "audio_tower", "layers", _PROJECTOR, media=("audio",)),
+    _one_tower("Voxtral", "Voxtral", "voxtral", "audio_tower", "layers", _PROJECTOR, media=("audio",)),
     _one_tower(
         "InternVL",
         "InternVL",

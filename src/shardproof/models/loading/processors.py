@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ from shardproof.models.derived import derived
 from shardproof.models.families.known import family_of
 from shardproof.models.loading.row_by_row import row_by_row
 from shardproof.models.media.sounds import hearing_each_alone
+from shardproof.models.media.voxtral import NAME as VOXTRAL
+from shardproof.models.media.voxtral import taking_texts
 
+TEKKEN = "tekken.json"  # Mistral's own form of tokenizers
 FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 
 
@@ -46,6 +50,8 @@ def load_processor(source: str, trust_remote_code: bool = False, model: str | No
             reason = "pictures need Pillow: pip install 'shardproof[media]'"
         raise ConfigError(f"The processor {name} of {source} cannot be loaded: {reason}") from error
     note_batches(processor.tokenizer)
+    if name == VOXTRAL:  # its own calls, in what is saved, read this file alone
+        processor.tokenizer.tekken_as_loaded = (_tekken_of(source), len(processor.tokenizer))
     _check_causal(type(processor))
     _check_takes_files(type(processor))
     _check_places(processor)
@@ -91,8 +97,10 @@ def _check_causal(cls: Any) -> None:
 
 
 def _check_takes_files(cls: Any) -> None:
-    """Raise ConfigError for a processor that takes no file beside a text, as Voxtral's, or no text, as that of its
-    realtime kind."""
+    """Raise ConfigError for a processor that takes no file beside a text, or no text, as that of Voxtral's realtime
+    kind."""
+    if cls.__name__ == VOXTRAL:
+        return  # it does here, see `prepared`
     parameters = inspect.signature(cls.__call__).parameters
     files = {"images", "audio", "videos"} & set(parameters)
     if files and "text" not in parameters:
@@ -155,7 +163,7 @@ def prepared(processor: Any) -> Any:
     tokenizer.chat_template = processor.chat_template = template
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return hearing_each_alone(processor)
+    return taking_texts(hearing_each_alone(processor))
 
 
 def note_batches(tokenizer: Any) -> None:
@@ -166,13 +174,16 @@ def note_batches(tokenizer: Any) -> None:
 
 def write_processing(processing: Any, folder: str | Path) -> None:
     """Write a processor or a tokenizer to a folder, as it was loaded: `tokenizer.json` would say how the last batch
-    was padded and cut, and whoever loads it would do so with all texts."""
+    was padded and cut, and whoever loads it would do so with all texts. `tekken.json` knows no token that was added."""
     tokenizer = getattr(processing, "tokenizer", processing)
     if (noted := getattr(tokenizer, "batches_as_loaded", None)) is not None:
         backend, (padding, truncation) = tokenizer.backend_tokenizer, noted
         backend.no_padding() if padding is None else backend.enable_padding(**padding)
         backend.no_truncation() if truncation is None else backend.enable_truncation(**truncation)
     processing.save_pretrained(str(folder))
+    tekken, tokens = getattr(tokenizer, "tekken_as_loaded", (None, 0))
+    if tekken is not None and tokens == len(tokenizer) and Path(tekken).parent != Path(folder):
+        shutil.copyfile(tekken, Path(folder, TEKKEN))
 
 
 def file_parts(processor: Any) -> dict[str, str]:
@@ -274,7 +285,7 @@ def _tekken_of(source: str) -> str | None:
     """The file of Mistral's own form of tokenizers, if the model has one."""
     from transformers.utils import cached_file
 
-    found = None if Path(source).expanduser().is_file() else cached_file(source, "tekken.json", **QUIET)
+    found = None if Path(source).expanduser().is_file() else cached_file(source, TEKKEN, **QUIET)
     return str(found) if found else None
 
 
