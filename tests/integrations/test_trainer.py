@@ -347,3 +347,39 @@ def test_a_loss_that_is_a_mean_does_not_grow_with_the_ranks(run2, tmp_path, name
     expected = learnt_by_a_mean(str(tmp_path), None, name, steps)
     for got in run2(learnt_by_a_mean, str(tmp_path), stage, name, steps):
         assert got == pytest.approx(expected, rel=1e-4)
+
+
+def translated(folder: str, stage: int | None) -> list[float | list[int]]:
+    """The loss of an evaluation behind some steps, and what was written in it: a list of tokens for each row."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, default_data_collator
+
+    from shardproof.integrations.transformers import sharded
+
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    args = Seq2SeqTrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=4 // world,
+        max_steps=STEPS,
+        learning_rate=1e-2,
+        predict_with_generate=True,
+        generation_max_length=6,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+    )
+    kind, more = (Seq2SeqTrainer, {}) if stage is None else (sharded(Seq2SeqTrainer), {"stage": stage})
+    run = kind(model=translator(0), args=args, train_dataset=rows(), data_collator=default_data_collator, **more)
+    run.train()
+    told = run.predict(rows())
+    return [told.metrics["test_loss"], *told.predictions.tolist()]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_that_writes_beside_what_is_read_answers_as_in_one_process(run2, tmp_path, stage: int):
+    """T5 by the trainer that an error of the command names."""
+    loss, *wanted = translated(str(tmp_path / "plain"), None)
+    for found, *written in run2(translated, str(tmp_path), stage, timeout=180):
+        assert written == wanted
+        assert found == pytest.approx(loss, abs=1e-5)

@@ -189,7 +189,11 @@ def check_writes_on(source: str, task: str = "causal_lm") -> None:
     kind = config.get("model_type")
     told = f"The model {source} ({kind}) is an encoder and a decoder, which writes beside what is read."
     if task == "causal_lm":
-        raise ConfigError(f"{told} sft and rlhf train models that write on, with or without pictures and sounds.")
+        raise ConfigError(
+            f"{told} sft and rlhf train models that write on, with or without pictures and sounds.\nA script of"
+            " transformers' Seq2SeqTrainer trains it at any stage, as sharded(Seq2SeqTrainer):"
+            " from shardproof.integrations.transformers import sharded."
+        )
     encoders = "" if task == "generative_reranker" else " or an encoder (such as BERT)"
     raise ConfigError(f"{told}\n--task {task} trains one alone: name a decoder (such as Qwen3){encoders}.")
 
