@@ -261,13 +261,9 @@ def test_what_no_command_trains_is_refused_in_the_words_of_sft(tmp_path, capsys)
     images = image_processor("SiglipImageProcessor", size=SQUARE)
     images.image_seq_length = 4
     media_processor("PaliGemmaProcessor", tokenizer, images).save_pretrained(tmp_path / "paligemma")
-    names = ("image", "boi", "eoi", "image_wrapper", "eof", "eol")
-    tokenizer = media_tokenizer(["a text?"], {f"{name}_token": f"<{name}>" for name in names}, {"image": "<image>"})
-    tokenizer.bos_token = "<|im_start|>"
-    media_processor("Emu3Processor", tokenizer, images).save_pretrained(tmp_path / "emu3")
     rows, alone = tmp_path / "rows.jsonl", tmp_path / "alone.json"
     rows.write_text(json.dumps({"query": "a text?", "response": "yes"}) + "\n")
-    configs: list[dict[str, object]] = [{"model_type": kind} for kind in ("paligemma", "emu3", "gemma3n")]
+    configs: list[dict[str, object]] = [{"model_type": kind} for kind in ("paligemma", "gemma3n")]
     configs = [{"model_type": "bart", "is_encoder_decoder": True}, *configs]
     for said in configs[: -1 if importlib.util.find_spec("timm") else None]:
         place = tmp_path / str(said["model_type"])
@@ -278,7 +274,6 @@ def test_what_no_command_trains_is_refused_in_the_words_of_sft(tmp_path, capsys)
         assert refused(["plan", "--model", str(place)], capsys) == refused(sft, capsys)
     for kind, told in (
         ("paligemma", "PaliGemmaProcessor is of a kind that cannot be trained"),
-        ("emu3", "Emu3Processor writes into a text more than its files"),
         ("kosmos-2.5", "Kosmos2_5Processor puts a picture before a text by itself"),
     ):
         alone.write_text(json.dumps({"model_type": kind}))

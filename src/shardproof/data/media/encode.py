@@ -112,8 +112,8 @@ class MediaEncoder:
         token."""
         if getattr(self.processor, "begins_texts", False):
             return ""
-        if self._encoder.begin_of_text:
-            return self._encoder.begin_of_text
+        if begin := self._encoder.begin_of_text or getattr(self.processor, "begins_with", ""):
+            return str(begin)
         tokenizer = self.processor.tokenizer
         alone, made = (_ids_of(of, "a") for of in (tokenizer, self.processor))
         added, rest = made[: len(made) - len(alone)], made[len(made) - len(alone) :]

@@ -21,9 +21,8 @@ from shardproof.errors import ConfigError
 from shardproof.models.derived import derived
 from shardproof.models.families.known import family_of
 from shardproof.models.loading.row_by_row import row_by_row
+from shardproof.models.media.alike import VOXTRAL, called_alike
 from shardproof.models.media.sounds import hearing_each_alone
-from shardproof.models.media.voxtral import NAME as VOXTRAL
-from shardproof.models.media.voxtral import taking_texts
 
 TEKKEN = "tekken.json"  # Mistral's own form of tokenizers
 FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
@@ -139,7 +138,7 @@ def writes_more(processor: str) -> str:
 
 
 # Of a processor that is there it is seen what it does; of these a config alone is to tell.
-_REFUSED = {"kosmos-2.5": puts_first("Kosmos2_5Processor"), "emu3": writes_more("Emu3Processor")}
+_REFUSED = {"kosmos-2.5": puts_first("Kosmos2_5Processor")}
 
 
 def _puts_pictures_by_itself(processor: Any) -> bool:
@@ -163,7 +162,7 @@ def prepared(processor: Any) -> Any:
     tokenizer.chat_template = processor.chat_template = template
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return taking_texts(hearing_each_alone(processor))
+    return called_alike(hearing_each_alone(processor))
 
 
 def note_batches(tokenizer: Any) -> None:

@@ -6,6 +6,10 @@ once.
 
 [Note: image outputs] Llama 4 reads from what its language model gives a field that only its own output has, so that no
 forward of the whole model ends, with or without pictures.
+
+[Note: frozen codes] What turns pictures into codes (Emu3's, Chameleon's, Janus's) is frozen, which transformers says by
+`eval()` where it is made, and every trainer undoes by `train()`: Emu3's then normalizes by the pictures of a batch, so
+that codes, and losses, depended on it, and moves the statistics that are saved.
 """
 
 from __future__ import annotations
@@ -23,6 +27,9 @@ def pictures_taken(model: Any) -> None:
                 module.__class__ = _with_one_token(cls)
             elif cls.__name__ == "Llama4ForCausalLM":
                 module.__class__ = _with_image_outputs(cls)
+            elif cls.__name__ in ("Emu3VQVAE", "ChameleonVQVAE", "JanusVQVAE"):
+                module.__class__ = _in_eval(cls)
+                module.eval()
 
 
 @functools.cache
@@ -51,3 +58,11 @@ def _with_image_outputs(cls: Any) -> Any:
         return outputs
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
+@functools.cache
+def _in_eval(cls: Any) -> Any:
+    def train(self: Any, mode: bool = True) -> Any:
+        return cls.train(self, False)
+
+    return type(cls.__name__, (cls,), {"train": train, "__module__": cls.__module__})

@@ -1,0 +1,59 @@
+"""Processors of transformers that are called otherwise than the others, behind the calls of these.
+
+What is saved is what transformers would save, and their own other calls still work.
+
+[Note: from a text] Voxtral's takes sounds in conversations only, which mistral-common encodes, so that nobody could
+tell which tokens are the answer. Here `[AUDIO]` in a text becomes the tokens that mistral-common writes for a sound:
+one that begins it, and one for every eight frames of the 30 seconds, or as many times 30, that it is filled up to.
+
+[Note: what begins a text] Emu3's puts a token before each text, whatever it begins with, and says places without it.
+Here it puts none, and `begins_with` tells who renders texts that they begin so.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from shardproof.models.derived import derived
+
+VOXTRAL, EMU3 = "VoxtralProcessor", "Emu3Processor"
+_BEGIN = "[BEGIN_AUDIO]"
+_FRAMES = 8  # to a token: two by a convolution, four by the projector
+
+
+def called_alike(processor: Any) -> Any:
+    """The same processor (changed in place, if it is one of those), called with texts and files in their places."""
+    cls: Any = type(processor)
+    derive = {VOXTRAL: _taking_texts, EMU3: _beginning_nothing}.get(cls.__name__)
+    if derive is not None:
+        processor.__class__ = derive(cls)
+    return processor
+
+
+@functools.cache
+def _taking_texts(cls: Any) -> Any:
+    """See [Note: from a text]."""
+    from transformers.processing_utils import ProcessorMixin
+
+    def process_audio(self: Any, audio: list[Any], **options: Any) -> tuple[dict[str, Any], list[str]]:
+        import torch
+
+        frames = options.pop("max_source_positions")
+        alone = [self._retrieve_input_features([sound], frames, **options) for sound in audio]
+        tokens = [len(windows) * frames // _FRAMES for windows in alone]
+        return {"input_features": torch.cat(alone)}, [_BEGIN + count * str(self.audio_token) for count in tokens]
+
+    return derived(_taking_texts, cls, {"__call__": ProcessorMixin.__call__, "_process_audio": process_audio})
+
+
+@functools.cache
+def _beginning_nothing(cls: Any) -> Any:
+    """See [Note: what begins a text]."""
+    from transformers.processing_utils import ProcessorMixin
+
+    own = {
+        "prepare_inputs_layout": ProcessorMixin.prepare_inputs_layout,
+        "begins_with": property(lambda self: self.tokenizer.bos_token or ""),
+    }
+    return derived(_beginning_nothing, cls, own)
