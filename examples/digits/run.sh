@@ -3,12 +3,13 @@
 #
 # A small Qwen2.5-Omni learns on two processes at stage 3, a small MiniCPM-V (which does not hear) on four; both are made
 # on the spot, no GPU is needed. FSDD_FOLDER holds the recordings of https://github.com/Jakobovski/free-spoken-digit-dataset;
-# without it there are pictures and words. Needs scikit-learn and the packages of 'shardproof[train,media]'.
+# without it there are pictures and words. Needs scikit-learn and the packages of 'shardproof[train,media]'. Where it was
+# ended, the same command goes on.
 set -eu
 out=$1
 sounds=${2:+--sounds $2}
 here=$(dirname "$0")
-learn="--global-batch-size 32 --learning-rate 2e-3 --stage 3 --logging-steps 10"
+learn="--global-batch-size 32 --learning-rate 2e-3 --stage 3 --logging-steps 10 --save-steps 50 --save-total-limit 1 --resume auto"
 
 python "$here/digits.py" data "$out/omni" --scans 900 $sounds
 python "$here/digits.py" model "$out/omni" --kind omni

@@ -4,11 +4,12 @@
 # The model is the embedded one, two million weights made on the spot, so it first learns from worked solutions what an
 # answer looks like. Everything runs at stage 3 on two processes, with reentrant checkpointing; no GPU is needed.
 # GSM8K_FOLDER holds train.jsonl and example_model_solutions.jsonl of https://github.com/openai/grade-school-math.
+# Where it was ended, the same command goes on.
 set -eu
 data=$1
 out=$2
 here=$(dirname "$0")
-sharded="--stage 3 --nproc 2 --gradient-checkpointing --checkpointing-reentrant"
+sharded="--stage 3 --nproc 2 --gradient-checkpointing --checkpointing-reentrant --save-steps 20 --save-total-limit 1 --resume auto"
 mkdir -p "$out"
 
 shardproof sft --model tiny --dataset "$data/train.jsonl" --columns query=question,response=answer \
