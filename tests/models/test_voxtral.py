@@ -63,6 +63,13 @@ def test_a_sound_becomes_what_its_model_takes(folder: Path) -> None:
     assert windows.shape == (3, 16, 3000)
 
 
+def test_a_conversation_is_text_where_text_is_asked_for(folder: Path) -> None:
+    """TRL does so, and cuts answers off behind questions: it was given tensors, so that dpo and others ended."""
+    turns = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "no"}]
+    made = load_processor(str(folder)).apply_chat_template(turns, tokenize=False)
+    assert made == "<s>[INST]what?[/INST]no</s>"
+
+
 def test_its_own_form_is_kept_unless_tokens_were_added(folder: Path, tmp_path: Path) -> None:
     """The processor's own calls read no other."""
     write_tekken(folder)

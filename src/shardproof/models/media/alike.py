@@ -44,7 +44,12 @@ def _taking_texts(cls: Any) -> Any:
         tokens = [len(windows) * frames // _FRAMES for windows in alone]
         return {"input_features": torch.cat(alone)}, [_BEGIN + count * str(self.audio_token) for count in tokens]
 
-    return derived(_taking_texts, cls, {"__call__": ProcessorMixin.__call__, "_process_audio": process_audio})
+    def apply_chat_template(self: Any, conversation: Any, *args: Any, **options: Any) -> Any:
+        as_text = options.get("tokenize") is False  # as TRL asks; theirs gives tokens then, too
+        return (ProcessorMixin if as_text else cls).apply_chat_template(self, conversation, *args, **options)
+
+    own = {"__call__": ProcessorMixin.__call__, "_process_audio": process_audio}
+    return derived(_taking_texts, cls, {**own, "apply_chat_template": apply_chat_template})
 
 
 @functools.cache
