@@ -274,6 +274,7 @@ def test_what_no_command_trains_is_refused_in_the_words_of_sft(tmp_path, capsys)
         assert refused(["plan", "--model", str(place)], capsys) == refused(sft, capsys)
     for kind, told in (
         ("paligemma", "PaliGemmaProcessor is of a kind that cannot be trained"),
+        ("csm", "CsmProcessor is that of a model whose answers are sounds"),
         ("kosmos-2.5", "Kosmos2_5Processor puts a picture before a text by itself"),
     ):
         alone.write_text(json.dumps({"model_type": kind}))

@@ -51,8 +51,7 @@ def load_processor(source: str, trust_remote_code: bool = False, model: str | No
     note_batches(processor.tokenizer)
     if name == VOXTRAL:  # its own calls, in what is saved, read this file alone
         processor.tokenizer.tekken_as_loaded = (_tekken_of(source), len(processor.tokenizer))
-    _check_causal(type(processor))
-    _check_takes_files(type(processor))
+    _check_kind(type(processor))
     _check_places(processor)
     family = family_of(said_by(model or source, "config.json"))
     return row_by_row(prepared(processor), family.marks) if family is not None and family.marks else prepared(processor)
@@ -71,8 +70,7 @@ def processor_if_there(source: str, trust_remote_code: bool = False) -> Any:
     kind = said_by(source, "config.json").get("model_type")
     cls = getattr(transformers, name or PROCESSOR_MAPPING_NAMES.get(kind) or "", None)
     if inspect.isclass(cls):
-        _check_causal(cls)
-        _check_takes_files(cls)
+        _check_kind(cls)
     if kind in _REFUSED:
         raise ConfigError(_REFUSED[kind])
     try:
@@ -82,6 +80,24 @@ def processor_if_there(source: str, trust_remote_code: bool = False) -> Any:
     if processor is not None:
         _check_places(processor)
     return processor and prepared(processor)
+
+
+def _check_kind(cls: Any) -> None:
+    """Raise ConfigError for a class of processors of a model that no command can train."""
+    _check_causal(cls)
+    _check_answers_in_words(cls)
+    _check_takes_files(cls)
+
+
+def _check_answers_in_words(cls: Any) -> None:
+    """Raise ConfigError for a processor that makes labels of sounds, as those of models that speak (CSM, Higgs
+    Audio)."""
+    if "output_labels" in inspect.signature(cls.__call__).parameters:
+        raise ConfigError(
+            f"{cls.__name__} is that of a model whose answers are sounds, and the commands train answers in words."
+            " A script of transformers' Trainer trains it at any stage, on what its processor makes with"
+            " `output_labels=True`, as sharded(Trainer): from shardproof.integrations.transformers import sharded."
+        )
 
 
 def _check_causal(cls: Any) -> None:
