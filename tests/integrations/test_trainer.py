@@ -383,3 +383,57 @@ def test_a_model_that_writes_beside_what_is_read_answers_as_in_one_process(run2,
     for found, *written in run2(translated, str(tmp_path), stage, timeout=180):
         assert written == wanted
         assert found == pytest.approx(loss, abs=1e-5)
+
+
+def total_of(model: Any, inputs: Any) -> torch.Tensor:
+    logits, labels = model(input_ids=inputs["input_ids"]).logits[:, :-1], inputs["labels"][:, 1:]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+class Divided:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None):
+        return total_of(model, inputs) / num_items_in_batch
+
+
+class HandedOn:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None):
+        return model(**inputs, num_items_in_batch=num_items_in_batch).loss
+
+
+class Multiplied:
+    def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None):
+        return total_of(model, inputs) / num_items_in_batch * self.accelerator.num_processes
+
+
+class Around(Divided):
+    def compute_loss(self, *args: Any, **kwargs: Any):
+        return super().compute_loss(*args, **kwargs)
+
+
+def learnt_by_its_own_loss(folder: str, stage: int | None, own: type, outermost: bool) -> list[float]:
+    """The losses and norms of a trainer that makes its loss itself."""
+    from transformers import Trainer
+
+    from shardproof.integrations.transformers import sharded
+
+    plain = trainer(Path(folder), None, save_strategy="no", gradient_accumulation_steps=2, max_steps=2)
+    if stage is None:
+        kind, more = type("Own", (own, Trainer), {}), {}
+    elif outermost:  # written over the class that is sharded
+        kind, more = type("Own", (own, sharded(Trainer)), {}), {"stage": stage}
+    else:
+        kind, more = sharded(type("Own", (own, Trainer), {})), {"stage": stage}
+    mine = kind(model=plain.model, args=plain.args, train_dataset=rows(), data_collator=plain.data_collator, **more)
+    mine.train()
+    return [line[key] for line in mine.state.log_history if "loss" in line for key in ("loss", "grad_norm")]
+
+
+@pytest.mark.parametrize(
+    ("own", "stage", "outermost"),
+    [(Divided, 0, False), (HandedOn, 3, False), (Multiplied, 3, False), (Around, 3, False), (Divided, 3, True)],
+)
+def test_a_loss_that_a_trainer_divides_itself_does_not_shrink_with_the_ranks(run2, tmp_path, own, stage, outermost):
+    """Trainer gives it the tokens of all ranks, and gradients are averaged over these."""
+    expected = learnt_by_its_own_loss(str(tmp_path), None, own, outermost)
+    for got in run2(learnt_by_its_own_loss, str(tmp_path), stage, own, outermost):
+        assert got == pytest.approx(expected, rel=1e-4)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +15,17 @@ if TYPE_CHECKING:
 else:
     Base = object
 
+# Of a `compute_loss` that mentions one of these it is not known what it makes of the number of ranks.
+_OF_RANKS = {"num_processes", "world_size", "get_world_size", "average_tokens_across_devices"}
+
 
 class AveragedLoss(Base):
     """The part of a trainer that keeps a mean a mean.
 
     Trainer believes that a model whose forward takes **kwargs divides its loss by the tokens of all ranks, and
     multiplies it by their number, since gradients will be averaged. Most classifiers, T5 and BERT return the mean of
-    their batch: under DDP their losses and gradients grow with the ranks.
+    their batch: under DDP their losses and gradients grow with the ranks. A trainer that divides by
+    `num_items_in_batch` in a `compute_loss` of its own (TRL's GKD, GOLD) leaves out that factor: under DDP they shrink.
     """
 
     _tr_loss: Any  # Trainer's
@@ -33,6 +40,12 @@ class AveragedLoss(Base):
         finally:
             self.args.average_tokens_across_devices = before
 
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """The tokens of all ranks, or their mean over ranks where the trainer's loss is divided by it and no more."""
+        found = super()._get_num_items_in_batch(*args, **kwargs)
+        mean = found is not None and self.args.average_tokens_across_devices and _divides_itself(type(self))
+        return found / self.accelerator.num_processes if mean else found
+
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer adds to the mean of the run what this rank lost since the last log; here it is that of all."""
         self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
@@ -45,3 +58,22 @@ class AveragedLoss(Base):
         given = self.compute_loss_func is not None or self.label_smoother is not None
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
         return not own and not given and not divides_its_loss(self.model, labels)
+
+
+@functools.cache
+def _divides_itself(trainer: type[Any]) -> bool:
+    """Whether a trainer's own `compute_loss`, not transformers', makes its loss by `num_items_in_batch`, and does not
+    multiply it by the ranks. One that asks the next class for the loss is passed over."""
+    for kind in trainer.__mro__:
+        method = vars(kind).get("compute_loss")
+        if method is None or kind is AveragedLoss:
+            continue
+        code = getattr(inspect.unwrap(method), "__code__", None)
+        if code is None or kind.__module__ == "transformers.trainer":
+            return False
+        names = {step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD")}
+        if names & _OF_RANKS:
+            return False
+        if "compute_loss" not in names:
+            return "num_items_in_batch" in names
+    return False
