@@ -63,6 +63,28 @@ class AdamP(torch.optim.Optimizer):
                 p.sub_(update, alpha=group["lr"])
 
 
+class Unasking(torch.optim.Optimizer):
+    """A gradient of length one, of whatever stands in the groups: as public Muons, it takes for granted that there is
+    a gradient."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / p.grad.norm(), alpha=group["lr"])
+
+
+class Dealing(Unasking):
+    """What one rank has updated, all get: for plain parameters, which every rank holds."""
+
+    def step(self, closure: Any = None) -> None:
+        dist.all_gather([torch.empty(1) for _ in range(dist.get_world_size())], torch.empty(1))
+        super().step()
+
+
 class MuonAndAdamW:
     """As Muon is used: matrices by it, the rest by AdamW."""
 
@@ -132,6 +154,34 @@ def test_two_ranks_equal_one_process(run2, graph, optimizer, stage):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_four_ranks_equal_one_process_with_copies_too(run4, optimizer, rows):
     run4(check, "plain", optimizer, 3, rows)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_that_takes_gradients_for_granted(run2, stage):
+    run2(unasking, stage)
+
+
+def unasking(stage: int) -> None:
+    own = dataclasses.replace(
+        CASES["plain"], optimizer=functools.partial(Unasking, lr=0.05), tolerance=2e-6, bits=False
+    )
+    parity("plain, unasking", own, Sharded(stage))
+
+
+def dealing(stage: int) -> None:
+    model = shardproof.shard(Net(), stage)
+    optimizer = Dealing(model.parameters(), lr=0.1)
+    model(torch.ones(2, FEATURES)).square().mean().backward()
+    if stage == 0:
+        optimizer.step()
+        return
+    with pytest.raises(EngineError, match=r"Dealing deals parameters out to ranks itself .*all_gather"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_that_deals_out_parameters_itself_is_refused(run2, stage):
+    run2(dealing, stage)
 
 
 def same_bits(optimizer: str, options: dict[str, Any]) -> None:

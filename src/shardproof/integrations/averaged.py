@@ -43,7 +43,8 @@ class AveragedLoss(Base):
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         """The tokens of all ranks, or their mean over ranks where the trainer's loss is divided by it and no more."""
         found = super()._get_num_items_in_batch(*args, **kwargs)
-        mean = found is not None and self.args.average_tokens_across_devices and _divides_itself(type(self))
+        kind: Any = type(self)
+        mean = found is not None and self.args.average_tokens_across_devices and _divides_itself(kind)
         return found / self.accelerator.num_processes if mean else found
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ from shardproof.zero.optim.state import (
     mark_state_dicts,
     sharded_in,
 )
-from shardproof.zero.optim.trial import Verdict, tried
+from shardproof.zero.optim.trial import Verdict, dealing, tried
 from shardproof.zero.ranks.invariants import WATCHED_STEPS, Pairs
 from shardproof.zero.ranks.written import BITS
 from shardproof.zero.tensors.parameter import ShardedParameter, by_engine, written_on
@@ -109,6 +109,11 @@ def _check_by_parameter(optimizer: Optimizer, params: list[ShardedParameter]) ->
             f"('{params[0].qualified_name}'). Use Adam or AdamW, and leave out sparse=True of the embedding."
         )
     cut = [p for p in params if p.flat.engine.sharded]
+    if cut and (collective := dealing(optimizer)):
+        raise EngineError(
+            f"{type(optimizer).__name__} deals parameters out to ranks itself (its step calls {collective}), and so do "
+            "stages 1 to 3. Use its form for one device (SingleDeviceMuon, torch.optim.Muon), or stage 0."
+        )
     across = _named(optimizer, _ACROSS_PARAMETERS) or type(optimizer).__name__.lower().endswith("sam")
     # Of SAM only `step(closure)` comes here; its two calls see whole parameters.
     if cut and (across or judged(optimizer).across):
@@ -155,6 +160,7 @@ class _Swap:
         # Of each pair: the gradient, the version of the slice, and where it lies.
         self.given: list[tuple[torch.Tensor | None, int, int]] = []
         self.owned: list[tuple[Owners, list[tuple[ShardedParameter, torch.Tensor]], dict[int, torch.Tensor]]] = []
+        self.lists: list[list[torch.Tensor]] = []  # of each group its parameters
         self.first: list[tuple[Engine, Pairs, list[tuple[bool, int]]]] = []
 
     def enter(self) -> None:
@@ -187,8 +193,11 @@ class _Swap:
             if (state := optimizer.state.pop(p, None)) is not None:
                 state = state if stepped else in_master_dtype(p, state)
                 optimizer.state[local] = beside(p, state if id(p) in whole else cut(state, p))
+        # Not every optimizer passes over what has no gradient: what another rank updates is not there.
+        elsewhere = {id(p) for p, local in self.pairs if local is p.stand_in and local.grad is None}
         for group in optimizer.param_groups:
-            group["params"] = [local_of.get(id(p), p) for p in group["params"]]
+            self.lists.append(group["params"])
+            group["params"] = [local_of.get(id(p), p) for p in group["params"] if id(p) not in elsewhere]
 
     def _gather_whole(self, params: list[ShardedParameter]) -> dict[int, torch.Tensor]:
         """What stands in for each parameter: the whole with its gradient on its owner, elsewhere nothing."""
@@ -238,9 +247,8 @@ class _Swap:
                 owners.take_back(slices, values)
             for p, _ in slices:
                 p.flat.changed(p.index)
-        params = {id(local): p for p, local in self.pairs}
-        for group in optimizer.param_groups:
-            group["params"] = [params.get(id(p), p) for p in group["params"]]
+        for group, params in zip(optimizer.param_groups, self.lists, strict=False):
+            group["params"] = params
         changed: dict[Flat, list[int]] = {}
         for (p, local), (grad, version, at) in zip(self.pairs, self.given, strict=True):
             flat = p.flat
@@ -260,7 +268,7 @@ class _Swap:
         for engine in by_engine(p for p, _ in self.pairs):
             engine.unfinished = None
             engine.after_step()
-        self.pairs, self.given, self.owned = [], [], []
+        self.pairs, self.given, self.owned, self.lists = [], [], [], []
 
     def abandon(self) -> None:
         """The step has ended in an exception, and somebody goes on."""

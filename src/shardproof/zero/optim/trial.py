@@ -9,6 +9,7 @@ What comes out differently is updated whole (owners.py); what also depends on ot
 
 from __future__ import annotations
 
+import inspect
 import io
 import pickle
 import sys
@@ -30,6 +31,7 @@ from shardproof.zero.tensors.parameter import ShardedTensor, written_on
 _STEPS = (1.0, 30.0, 0.01, 5.0) * 3
 _ROUNDING = 1e-5  # of the way that values move; a hundred optimizers were found below 4e-7, or above 4e-5
 _LARGEST = 4096  # elements of a tensor that an optimizer may keep beside its state: a table, but not a parameter
+_DEALT = {"all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"}  # of torch.distributed
 _OWN = {"state", "param_groups", "grad_scale", "found_inf"}  # of this instance, and of this step
 
 Values = list[list[torch.Tensor]]  # for each group, what is in the place of its parameters
@@ -61,6 +63,12 @@ class _OnStandIns(TorchFunctionMode):
         if any(issubclass(t, ShardedTensor) for t in types):
             raise _Untried("its step has parameters beside those in its groups")
         return func(*args, **(kwargs or {}))
+
+
+def dealing(optimizer: Optimizer) -> str:
+    """By which collective an optimizer's own `step` brings together what it has dealt out to ranks, else ""."""
+    code = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
+    return next((name for name in getattr(code, "co_names", ()) if name in _DEALT), "")
 
 
 def tried(optimizer: Optimizer) -> Verdict:
