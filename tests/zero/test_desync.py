@@ -35,6 +35,9 @@ def meets_its_end(step):
         print("WHOLE", all(entries[name].shape == p.shape for name, p in model.named_parameters()), flush=True)
     if what == "norm":
         next(model.parameters()).detach().norm()
+    if what == "copy":
+        import copy
+        copy.deepcopy(model)(torch.randn(2, 16))
     if what == "exit":
         sys.exit(0)
     if what == "busy":
@@ -168,6 +171,15 @@ def test_a_rank_that_is_killed_is_named(tmp_path, what):
     (message,) = messages(errors)
     assert message.startswith("shardproof: Rank 1 is gone")
     assert "Traceback" not in errors[0] + errors[2]
+
+
+@pytest.mark.slow
+def test_who_copies_a_model_alone_is_told(tmp_path):
+    """An average that only the first rank keeps: its copy is sharded, too."""
+    _, errors, seconds = run("copy", tmp_path)
+    assert seconds < 10
+    assert "on some ranks only a model was sharded, or a sharded one copied (copy.deepcopy)" in "".join(errors)
+    assert "KeyError" not in "".join(errors)
 
 
 @pytest.mark.slow

@@ -156,6 +156,12 @@ def test_models_that_share_parameters_are_told_to_be_sharded_as_one():
         shardproof.shard(critic, 0)
 
 
+def test_a_model_that_was_adapted_is_told_to_train_on():
+    model = shardproof.shard(nn.Sequential(nn.Linear(4, 4)), 0)
+    with pytest.raises(EngineError, match=r"gets adapters later.* trains on without a second call"):
+        shardproof.shard(nn.Sequential(model, nn.Linear(4, 3)), 0)
+
+
 def test_a_parameter_on_the_meta_device_is_named():
     model = Net()
     model.blocks[1].up = nn.Linear(5, 7, device="meta")

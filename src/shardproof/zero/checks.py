@@ -73,7 +73,8 @@ def check_and_move(model: nn.Module, device: torch.device) -> None:
             raise EngineError(
                 f"'{name}' is sharded already, in a {type(tensor.flat.engine.model).__name__}. Call shardproof.shard "
                 "once, on the outermost model that trains; models that share parameters are sharded as one: put them "
-                "into a torch.nn.ModuleList, and shard that."
+                "into a torch.nn.ModuleList, and shard that. A sharded model that gets adapters later, or whose "
+                "adapters are merged, trains on without a second call; for another Trainer, save it and load that."
             )
         if READER in tensor.__dict__:
             continue

@@ -32,7 +32,7 @@ from shardproof.errors import DesyncError
 from shardproof.zero.autograd import in_backward
 from shardproof.zero.comm.connections import is_closed_connection
 from shardproof.zero.ranks.plan import Plan
-from shardproof.zero.ranks.watchdog import Wait, Watchdog
+from shardproof.zero.ranks.watchdog import Announced, Wait, Watchdog
 
 if TYPE_CHECKING:
     from shardproof.zero.comm.collectives import Collectives
@@ -139,7 +139,7 @@ class Streams:
         self.ranks = range(comm.size if comm.real else 1)
         self.theirs: dict[int, int] = {}
         self.plan = Plan()
-        self.sizes: dict[int, tuple[Collectives, Size]] = {}
+        self.sizes = Announced()
         self.posted = self.words = self.rounds_apart = self.paid = 0
         self.seconds, self.parted = 0.0, False
         self.watchdog = Watchdog(comm, self._what_and_where) if comm.real else None

@@ -45,6 +45,7 @@ from shardproof.zero.ranks.frames import collective_of_the_user, place_in_user_c
 
 if TYPE_CHECKING:
     from shardproof.zero.comm.collectives import Collectives
+    from shardproof.zero.comm.pending import Size
 
 log = logging.getLogger("shardproof.zero")
 
@@ -53,7 +54,19 @@ _ALONE = (
     " What one rank does alone with a model takes the others' shards, too: end with shardproof.barrier(model) on all "
     "ranks, which waits and lends them, or save with shardproof.save or shardproof.full_state_dict on all ranks."
 )
+_NOT_HERE = (
+    "Another rank needs a part of a model that this rank does not have: on some ranks only a model was sharded, or a "
+    "sharded one copied (copy.deepcopy). Do it on all ranks. For a copy on one rank, call "
+    "shardproof.full_state_dict(model) on all, and load what it returns there into a model that is not sharded."
+)
 STILL = 180  # times the patience: half an hour in which nobody does anything but wait for data
+
+
+class Announced(dict[int, "tuple[Collectives, Size]"]):
+    """By word, what an operation moves, and by what."""
+
+    def __missing__(self, word: int) -> tuple[Collectives, Size]:
+        raise DesyncError(_NOT_HERE)
 
 
 class Wait(NamedTuple):
