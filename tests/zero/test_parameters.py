@@ -566,6 +566,24 @@ def test_a_gradient_that_is_detached_keeps_no_graph(stage, how):
     assert not any(flat.grad.requires_grad for flat in model._shardproof.flats)
 
 
+@pytest.mark.parametrize("detach_", [torch.Tensor.detach_, torch.detach_])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_parameter_that_is_detached_in_place_is_frozen(stage, detach_):
+    """As public averages freeze the copy that they keep, before they edit it."""
+    model = shardproof.shard(nn.Linear(3, 2), stage)
+    average = copy.deepcopy(model)
+    for p in average.parameters():
+        assert detach_(p) is p
+    average.weight.mul_(0.5).add_(model.weight.data, alpha=0.5)
+    (average(torch.ones(1, 3)) + model(torch.ones(1, 3))).sum().backward()
+    assert [p.requires_grad for p in average.parameters()] == [False, False]
+    assert [p.grad for p in average.parameters()] == [None, None]
+    assert all(p.requires_grad and p.grad is not None for p in model.parameters())
+    detach_(model.weight.data)  # and what is taken of a parameter leaves it as it is
+    detach_(model.weight.detach())
+    assert model.weight.requires_grad
+
+
 def greatest_with_nan(stage: int) -> list[bool]:
     """Of gradients with NaN in one element, which any rank may hold: what the norms of the greatest element are."""
     model = shardproof.shard(nn.Linear(FEATURES, 2 * FEATURES), stage)

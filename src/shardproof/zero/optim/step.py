@@ -147,7 +147,8 @@ def _check_the_same(engine: Engine, optimizer: Optimizer, pairs: Pairs) -> None:
         raise DesyncError(
             f"{type(optimizer).__name__} does not step the same parameters on all ranks: {len(pairs)} on rank "
             f"{engine.comm.rank}. Each rank updates its part of every parameter, so the optimizer of each has to have "
-            "all of them. What deals them out to ranks (ZeroRedundancyOptimizer) is not needed: stages 1 to 3 do that."
+            "all of them. What deals them out to ranks (ZeroRedundancyOptimizer) is not needed: stages 1 to 3 do that. "
+            "Optimizers of one parameter each (Pyro's) have to step in one order, and that of a set differs."
         )
 
 

@@ -378,7 +378,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _T.module_load: _refuse_swap,
     _T.view_as: view_like,
     _T.expand_as: view_like,
-    _T.detach_: lambda t: _set_requires_grad(t, False) if isinstance(t, ShardedGradient) else t,
+    **dict.fromkeys((_T.detach_, torch.detach_), lambda t: _set_requires_grad(t, False)),
     _T.retain_grad: lambda t: None,
     _T.share_memory_: _same,
     _T.contiguous: _same,
