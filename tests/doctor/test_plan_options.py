@@ -162,6 +162,9 @@ def test_each_option_changes_what_it_is_for(folder):
     assert shared.activations == pytest.approx(usual.activations / 2, rel=0.1)
     assert shared.wire > usual.wire
     assert shared.tokens == usual.tokens / 2
+    packed = {"packing": True, "sequence_parallel": 2, "max_length": [512]}
+    masks = one(folder, attn="sdpa", **packed).activations - one(folder, attn="varlen", **packed).activations
+    assert masks >= 2 * 512**2, "of all pairs of tokens of whole rows"
     bf16 = one(folder, stochastic_rounding=True)
     assert bf16.held["weights"] == pytest.approx(usual.held["weights"] / 2, rel=1e-3)
     assert bf16.held["optimizer"] == pytest.approx(usual.held["optimizer"] / 2, rel=1e-3)

@@ -68,9 +68,8 @@ class SharedRows:
         if (told := _by_rows(own)) is not None:
             behind = told[:, -1:] + torch.arange(1, more + 1, device=told.device)
             positions = torch.cat([told, behind], 1).expand(rows[0], -1)
-            if (
-                mask is None and not positions.is_meta and bool((positions.diff() != 1).any())
-            ):  # positions that begin anew say: a row
+            begins_anew = positions.is_meta or bool((positions.diff() != 1).any())  # which says: a row
+            if mask is None and begins_anew:
                 self.sequence.positions = positions
                 mask = torch.ones(rows, dtype=torch.int64, device=positions.device)  # else the decoder reads its part
         places, positions = self.sequence.part(places, -1), self.sequence.part(positions)
