@@ -29,6 +29,13 @@ def test_what_it_is_not_asked_is_refused(given: dict[str, Any], said: str) -> No
         _check(InferConfig(**given))
 
 
+def test_it_is_no_rank_of_a_launcher(monkeypatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="leave the launcher out, and give --nproc"):
+        _check(InferConfig(backend="vllm"))
+
+
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="it is installed")
 def test_where_it_is_not_installed_that_is_said() -> None:
     with pytest.raises(ConfigError, match="the package vllm is not installed here: pip install vllm"):

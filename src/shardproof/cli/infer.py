@@ -118,6 +118,8 @@ def _check_backend(config: InferConfig) -> None:
         )
     if config.num_beams > 1:
         raise ConfigError("--backend vllm follows no beams: leave --num-beams out, or --backend.")
+    if outer_world():
+        raise ConfigError("--backend vllm starts its processes itself: leave the launcher out, and give --nproc.")
     check_vllm()
 
 
