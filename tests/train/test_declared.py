@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import GptOssConfig, LlamaConfig, PretrainedConfig
+from transformers import BloomConfig, GptOssConfig, LlamaConfig, PretrainedConfig
 
 from shardproof.errors import ConfigError
 from shardproof.train.model.declared import check_shares_rows
@@ -22,8 +22,9 @@ def test_a_model_can_be_asked(tmp_path: Path) -> None:
 
 
 def test_attention_of_its_own_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"torch's attention, and GptOssForCausalLM has eager\. Leave --seq"):
-        asked(tmp_path, GptOssConfig, heads=4)
+    with pytest.raises(ConfigError, match=r"\(sdpa, varlen\), and BloomForCausalLM has eager\. Leave --seq"):
+        asked(tmp_path, BloomConfig, heads=4)
+    asked(tmp_path / "with sinks", GptOssConfig, heads=4)
 
 
 def test_so_are_heads_that_cannot_be_dealt_out(tmp_path: Path) -> None:

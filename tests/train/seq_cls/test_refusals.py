@@ -49,7 +49,6 @@ def check(**options: Any) -> None:
         ({"problem_type": REGRESSION, "best_metric": "mae", **JUDGED}, "of what is no loss more is better"),
         ({"metrics": ["accuracy"], "val_split": 0.1}, "an evaluation has that anyway"),
         ({"task": "causal_lm"}, "--label-names is about rows with labels, and answers are learnt: add --task seq_cls"),
-        ({"task": "causal_lm", "label_names": [], "plain": True}, "rows of 'prompt' and 'completion'"),
         ({"columns": {"labels": "x"}}, "Did you mean label=x?"),
     ],
 )

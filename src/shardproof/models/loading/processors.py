@@ -90,9 +90,9 @@ def _check_kind(cls: Any) -> None:
 
 
 def _check_answers_in_words(cls: Any) -> None:
-    """Raise ConfigError for a processor that makes labels of sounds, as those of models that speak (CSM, Higgs
-    Audio)."""
-    if "output_labels" in inspect.signature(cls.__call__).parameters:
+    """Raise ConfigError for a processor whose labels are sounds. What others make with `output_labels`, as those of
+    models that write down what is said, are words."""
+    if cls.__name__ in _SPEAK:
         raise ConfigError(
             f"{cls.__name__} is that of a model whose answers are sounds, and the commands train answers in words."
             " A script of transformers' Trainer trains it at any stage, on what its processor makes with"
@@ -152,6 +152,8 @@ def writes_more(processor: str) -> str:
         " with this processor cannot be trained here."
     )
 
+
+_SPEAK = ("CsmProcessor", "HiggsAudioV2Processor")  # those of models that answer in sounds
 
 # Of a processor that is there it is seen what it does; of these a config alone is to tell.
 _REFUSED = {"kosmos-2.5": puts_first("Kosmos2_5Processor")}
