@@ -1122,3 +1122,30 @@ def test_variables_may_have_a_default():
     assert not missing
     found = options(command)
     assert (found["--model"], found["--dataset"], found["--learning-rate"]) == ("org/m", "d.jsonl", "1e-4")
+
+
+@pytest.mark.parametrize(
+    ("above", "rate", "meant"),
+    [
+        ("R=", "${R:-1e-5}", "1e-5"),  # nothing, too
+        ("B=3e-5", "${A:-$B}", "3e-5"),
+        ("B=3e-5", '"${A:-${B}}"', "3e-5"),
+        ("", "${A:-${B:-1e-5}}", "1e-5"),
+        (": ${R:=1e-5}", "$R", "1e-5"),
+    ],
+)
+def test_a_default_may_hold_a_variable_and_stands_for_an_empty_one(above, rate, meant):
+    command, *_ = swift.translate(f"{above}\nswift sft --model m --dataset d.jsonl --learning_rate {rate}")
+    assert options(command)["--learning-rate"] == meant
+
+
+@pytest.mark.parametrize("words", ["--model $1 --dataset d", '--model m --dataset d "$@"', '"${ARGS[@]}"'])
+def test_what_a_script_is_called_with_is_not_taken_for_a_value(words):
+    with pytest.raises(ConfigError, match=r"the text does not say what \$"):
+        swift.translate(f"swift sft {words}")
+
+
+@pytest.mark.parametrize("written", ["'costs $5 or ${X:-y}'", r'"costs \$5 or \${X:-y}"', r"costs\ \$5\ or\ \${X:-y}"])
+def test_a_dollar_in_single_quotes_or_behind_a_backslash_is_one(written):
+    command, *_ = swift.translate(f"swift sft --model m --dataset d.jsonl --system {written}")
+    assert options(command)["--system"] == "'costs $5 or ${X:-y}'"

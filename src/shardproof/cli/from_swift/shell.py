@@ -26,6 +26,13 @@ READ = ("sft", "pt", "rlhf", "infer", "export")
 _PRETRAINING = {"use_chat_template": "false", "loss_scale": "all"}  # what 'pt' is beside 'sft'
 _BLANK = "\x01"  # in a sum, which is one word
 _BARE = "\x02"  # the dollar of a variable that no quotes hold together
+_LITERAL = "\x03"  # a dollar in single quotes or behind a backslash
+# Behind :- and the like stands what a variable is where it is nothing, which may hold one in braces.
+_VARIABLE = re.compile(
+    rf"([{_BARE}$])(?:([A-Za-z_]\w*)|\{{([A-Za-z_]\w*)(?:(:?[-=])((?:[^{{}}]|\{{[^{{}}]*\}})*))?\}})"
+)
+_UNQUOTED = re.compile(r"\$(?=[A-Za-z_]|\{[A-Za-z_]\w*(?::?[-=](?:[^{}\s]|\{[^{}\s]*\})*)?\})")
+_UNKNOWN = re.compile(r"\$\(.*\)|\$[\w{(@*]\S*")
 _SEPARATOR = re.compile(r"\n|;|&&|\|\||\||&")
 
 
@@ -97,17 +104,17 @@ def _commands(text: str) -> tuple[list[list[str]], bool]:
     def stash(match: re.Match[str]) -> str:
         if not match[1]:
             return ""
-        quotes.append(match[1])
+        quotes.append(match[1].replace("$" if match[1][0] == "'" else r"\$", _LITERAL))
         return f"\x00{len(quotes) - 1}\x00"
 
-    text = _QUOTED_OR_COMMENT.sub(stash, text)
+    text = _QUOTED_OR_COMMENT.sub(stash, text).replace(r"\$", _LITERAL)
     text = re.sub(r"\\[ \t]*\r?\n", " ", text)
     text = re.sub(r"\n\s*(?=--)", " ", text)
     bare = _REDIRECTION.sub(" ", text)
     parts = _SEPARATOR.split(bare)
     commands = []
     for part in parts:
-        part = re.sub(r"\$(?=[A-Za-z_]|\{[A-Za-z_]\w*(?::?-[^{}\s]*)?\})", _BARE, part)
+        part = _UNQUOTED.sub(_BARE, part)
         whole = re.sub("\x00(\\d+)\x00", lambda match: quotes[int(match[1])], part)
         try:
             commands.append(shlex.split(whole))
@@ -122,7 +129,14 @@ def _filled(word: str, variables: dict[str, str]) -> list[str]:
     assigned = re.match(r"[A-Za-z_]\w*=", word)
 
     def value(match: re.Match[str]) -> str:
-        found = variables.get(match[2] or match[3], f"${match[0][1:]}" if match[4] is None else match[4])
+        name, how, otherwise = match[2] or match[3], match[4], match[5]
+        found = variables.get(name)
+        if how and (found is None or (how[0] == ":" and not found)):
+            found = _VARIABLE.sub(value, otherwise)
+            if how[-1] == "=":
+                variables[name] = found
+        if found is None:
+            return f"${match[0][1:]}"
         return found if assigned or match[1] != _BARE else re.sub(r"\s+", _BARE, found)
 
     def summed(match: re.Match[str]) -> str:
@@ -132,8 +146,7 @@ def _filled(word: str, variables: dict[str, str]) -> list[str]:
         except (SyntaxError, ArithmeticError, ValueError):
             return match[0]
 
-    names = r"(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?-([^{}]*))?\})"  # the last: what it is where it is nothing
-    filled = re.sub(rf"([{_BARE}$]){names}", value, word).replace(_BLANK, " ")
+    filled = _VARIABLE.sub(value, word).replace(_BLANK, " ")
     words = _SUM.sub(summed, filled).split(_BARE)
     return [each for each in words if each] if _BARE in word else words
 
@@ -174,6 +187,7 @@ def _line(words: list[str], variables: dict[str, str]) -> Line:
         elif line.options:
             line.options[-1][1].append(word)
         else:
+            _check_known(word, word)
             raise ConfigError(f"{word}: a file of options has no defaults of ms-swift. {CONFIG}")
     if words[0] == "pt":
         given = {name for name, _ in line.options}
@@ -181,9 +195,15 @@ def _line(words: list[str], variables: dict[str, str]) -> Line:
     shown = [(f"{flag(name)} {' '.join(given)}", " ".join(given)) for name, given in line.options]
     shown += [(f"{name}={value}", value) for name, value in variables.items() if name in VARIABLES]
     for whole, value in shown:
-        if unknown := re.search(r"\$\(.*\)|\$[A-Za-z_{(]\S*", value):
-            raise ConfigError(f"{whole}: the text does not say what {unknown[0]} is. Put its value there.")
+        _check_known(whole, value)
+    line.options = [(name, [value.replace(_LITERAL, "$") for value in given]) for name, given in line.options]
+    line.variables = {name: value.replace(_LITERAL, "$") for name, value in variables.items()}
     return line
+
+
+def _check_known(whole: str, value: str) -> None:
+    if unknown := _UNKNOWN.search(value):
+        raise ConfigError(f"{whole}: the text does not say what {unknown[0]} is. Put its value there.")
 
 
 CONFIG = "Give its options on the command line, or run it here: 'shardproof sft --config FILE' takes Swift's names."
