@@ -1058,6 +1058,27 @@ def test_pretraining_is_sft_without_a_template_that_learns_all():
             ["NNODES=2", "NODE_RANK=1", "MASTER_ADDR=10.0.0.1"],
             {"--nproc": "4", "--stage": "2", "--offload": "optimizer"},
         ),
+        (
+            "accelerate launch --use_deepspeed --zero_stage 3 --num_processes 4 --gpu_ids 0,2 swift/cli/sft.py",
+            ["CUDA_VISIBLE_DEVICES=0,2"],
+            {"--nproc": "4", "--stage": "3"},
+        ),
+        (
+            "accelerate launch --use_fsdp --fsdp_offload_params true --num_processes 2 -m swift.cli.sft",
+            [],
+            {"--stage": "3", "--offload": "all"},
+        ),
+        (
+            "deepspeed --num_gpus 4 --num_nodes 2 --master_addr a swift/cli/sft.py",
+            ["NNODES=2", "MASTER_ADDR=a"],
+            {"--nproc": "4"},
+        ),
+        ("deepspeed --include localhost:1,3 swift/cli/sft.py", ["CUDA_VISIBLE_DEVICES=1,3"], {"--nproc": "2"}),
+        (
+            "torchrun --nproc_per_node 2 --nnodes 2 --rdzv_endpoint a:29 --max_restarts 3 swift/cli/sft.py",
+            ["NNODES=2", "MASTER_ADDR=a", "MASTER_PORT=29"],
+            {"--max-restarts": "3"},
+        ),
     ],
 )
 def test_what_starts_a_script_of_swifts_is_read_too(tmp_path, launcher, variables, expected):
@@ -1080,6 +1101,9 @@ def test_what_a_launcher_is_told_and_nothing_here_does_is_named():
     for launcher, told in (
         ("deepspeed --hostfile=hosts", "--hostfile hosts: "),
         ("accelerate launch --config_file x", ""),
+        ("accelerate launch", "accelerate launch without --num_processes: "),
+        ("deepspeed", "deepspeed without --num_gpus: "),
+        ("deepspeed --include a:0@b:1", "--include a:0@b:1: "),
     ):
         *_, (reason,) = swift.translate(f"{launcher} swift/cli/sft.py --model m --dataset d.jsonl")
         assert reason.startswith(told or "--config_file x: it cannot be read")

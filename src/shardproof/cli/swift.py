@@ -148,7 +148,7 @@ def _of_finished(line: shell.Line) -> tuple[str, list[str], list[str]]:
     argv = [word for name, given in line.options for word in as_words(options.flag(name), given)]
     notes: list[str] = []
     words: list[str] = []
-    missing = other_meanings(line.variables, of_swift=True)
+    missing = [*other_meanings(line.variables, of_swift=True), *line.missing]
     try:
         words, idle = placed(line.command, argv, config.model_fields)
         notes += [f"{reason} is left out" for reason in idle]

@@ -10,10 +10,13 @@ from typing import Any
 
 _SCRIPT = re.compile(r"(?:.*/)?swift/cli/(\w+)\.py|swift\.cli\.(\w+)")  # also behind -m
 
-# What torchrun and accelerate call what the commands read from variables.
+_GPUS = "CUDA_VISIBLE_DEVICES"
+# What torchrun, accelerate and DeepSpeed call what the commands read from variables.
 _VARIABLES = {
     "nproc_per_node": "NPROC_PER_NODE",
+    "num_gpus": "NPROC_PER_NODE",
     "nnodes": "NNODES",
+    "num_nodes": "NNODES",
     "node_rank": "NODE_RANK",
     "num_machines": "NNODES",
     "machine_rank": "NODE_RANK",
@@ -21,8 +24,10 @@ _VARIABLES = {
     "main_process_ip": "MASTER_ADDR",
     "master_port": "MASTER_PORT",
     "main_process_port": "MASTER_PORT",
+    "gpu_ids": _GPUS,
 }
 _ALL, _MACHINES, _HERE = "num_processes", "num_machines", "NPROC_PER_NODE"
+_AS_MANY = "it starts a process for each GPU. Here --nproc says how many, and without it there is one."
 _STAGES = {"SHARD_GRAD_OP": "2", "2": "2", "NO_SHARD": "0", "3": "0"}  # of FSDP's strategies, by name and by number
 
 
@@ -52,8 +57,16 @@ def command_at(words: list[str], i: int) -> tuple[str, int] | None:
 def launched(words: list[str]) -> Launched:
     """What a launcher was told, of the words in front of a command."""
     found, said = Launched(), _options(words)
-    if (file := said.pop("config_file", None)) is not None:
-        said = _of_file(file, found) | said
+    if said.get("gpu_ids") == "all":
+        del said["gpu_ids"]
+    if "accelerate" in map(_name, words):
+        said = _by_accelerate(said, found)
+    elif "deepspeed" in map(_name, words):
+        _by_deepspeed(said, found)
+    if "max_restarts" in said:
+        found.options.append(("max_restarts", [said["max_restarts"]]))
+    host, _, port = said.get("rdzv_endpoint", "").partition(":")
+    said = {name: at for name, at in (("master_addr", host), ("master_port", port)) if at} | said
     if (hosts := said.get("hostfile")) is not None:
         found.missing.append(
             f"--hostfile {hosts}: DeepSpeed's launcher starts all machines; here each is started: --nnodes,"
@@ -69,6 +82,38 @@ def launched(words: list[str]) -> Launched:
     return found
 
 
+def _name(word: str) -> str:
+    return word.rpartition("/")[2]
+
+
+def _by_deepspeed(said: dict[str, str], found: Launched) -> None:
+    """What DeepSpeed's launcher is told of the GPUs of this machine."""
+    if match := re.fullmatch(r"localhost:([\d,]+)", said.get("include", "")):
+        found.variables |= {_GPUS: match[1], _HERE: str(len(match[1].split(",")))}
+        return
+    for name in ("include", "exclude"):
+        if name in said:
+            found.missing.append(f"--{name} {said[name]}: {_GPUS} shows a machine some of its GPUs.")
+    if not {"num_gpus", "hostfile", "include"} & set(said):
+        found.missing.append(f"deepspeed without --num_gpus: {_AS_MANY}")
+
+
+def _by_accelerate(said: dict[str, str], found: Launched) -> dict[str, str]:
+    """What accelerate is told in words and in a file, of which words count."""
+    if (file := said.pop("config_file", None)) is not None:
+        config = _of_file(file, found)
+    else:
+        config = {}
+        if _ALL not in said:
+            found.missing.append(f"accelerate launch without --num_processes: {_AS_MANY}")
+    kind = "FSDP" if "use_fsdp" in said else "DEEPSPEED" if "use_deepspeed" in said else config.get("distributed_type")
+    if kind == "FSDP":
+        found.options += _of_fsdp({**(config.get("fsdp_config") or {}), **said})
+    elif kind == "DEEPSPEED" or config.get("deepspeed_config"):
+        found.options += _of_zero({**(config.get("deepspeed_config") or {}), **said})
+    return {name: str(config[name]) for name in (_ALL, *_VARIABLES) if config.get(name) is not None} | said
+
+
 def _options(words: list[str]) -> dict[str, str]:
     """Of a launcher, each option with its value, by names with underscores."""
     found = {}
@@ -80,33 +125,33 @@ def _options(words: list[str]) -> dict[str, str]:
     return found
 
 
-def _of_file(file: str, found: Launched) -> dict[str, str]:
-    """What a file of accelerate's says, of which `found` takes what is an option here."""
+def _of_file(file: str, found: Launched) -> dict[str, Any]:
+    """A file of accelerate's."""
     import yaml
 
     try:
         said: Any = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         said = None
-    if not isinstance(said, dict):
-        found.missing.append(
-            f"--config_file {file}: it cannot be read. What it says of processes and shards is --nproc and --stage."
-        )
-        return {}
-    fsdp, deepspeed = said.get("fsdp_config") or {}, said.get("deepspeed_config") or {}
-    if said.get("distributed_type") == "FSDP":
-        found.options += _of_fsdp(fsdp)
-    elif deepspeed.get("deepspeed_config_file"):
-        found.options.append(("deepspeed", [str(deepspeed["deepspeed_config_file"])]))
-    elif "zero_stage" in deepspeed:
-        found.options.append(("stage", [str(deepspeed["zero_stage"])]))
-        kept = [name for name in ("param", "optimizer") if deepspeed.get(f"offload_{name}_device") in ("cpu", "nvme")]
-        found.options += [("offload", ["all" if "param" in kept else "optimizer"])] if kept else []
-    return {name: str(said[name]) for name in (_ALL, *_VARIABLES) if said.get(name) is not None}
+    if isinstance(said, dict):
+        return said
+    found.missing.append(
+        f"--config_file {file}: it cannot be read. What it says of processes and shards is --nproc and --stage."
+    )
+    return {}
+
+
+def _of_zero(config: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    if file := config.get("deepspeed_config_file"):
+        return [("deepspeed", [str(file)])]
+    kept = [name for name in ("param", "optimizer") if config.get(f"offload_{name}_device") in ("cpu", "nvme")]
+    offload = [("offload", ["all" if "param" in kept else "optimizer"])] if kept else []
+    return [("stage", [str(config.get("zero_stage", 2))]), *offload]  # accelerate's default
 
 
 def _of_fsdp(config: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     strategy = str(config.get("fsdp_sharding_strategy", "")).upper()
-    kept = config.get("fsdp_reshard_after_forward") in (False, "false", "SHARD_GRAD_OP")
+    kept = str(config.get("fsdp_reshard_after_forward", "")).upper() in ("FALSE", "SHARD_GRAD_OP")
     stage = "2" if kept else _STAGES.get(strategy, "3")
-    return [("stage", [stage]), *([("offload", ["all"])] if config.get("fsdp_offload_params") else [])]
+    offloads = str(config.get("fsdp_offload_params", "")).lower() == "true"
+    return [("stage", [stage]), *([("offload", ["all"])] if offloads else [])]
