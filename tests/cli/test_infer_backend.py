@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from shardproof.cli.infer import _check
 from shardproof.cli.infer_asked import InferConfig
 from shardproof.errors import ConfigError
-from shardproof.train.answers.by_vllm import ByVllm
+from shardproof.models.tiny import train_tokenizer
+from shardproof.train.answers.by_vllm import ByVllm, WritesByVllm
+from shardproof.train.answers.sampling import Sampling
 from shardproof.train.folder import ADAPTER
 
 
@@ -46,3 +51,29 @@ def test_adapters_are_to_be_merged_first(tmp_path: Path) -> None:
     (tmp_path / ADAPTER).write_text("{}")
     with pytest.raises(ConfigError, match="Merge them, and ask the result: shardproof export"):
         ByVllm(tmp_path)
+
+
+class Engine:
+    """As vLLM's, of which this keeps the seeds."""
+
+    def __init__(self) -> None:
+        self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=100))
+        self.seeds: list[int] = []
+
+    def generate(self, asked: list[Any], how: list[Any], use_tqdm: bool) -> list[Any]:
+        self.seeds += [each.seed for each in how]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5])]) for _ in asked]
+
+
+def test_a_question_that_is_asked_again_draws_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["what is one plus two?"])
+    vllm = ModuleType("vllm")
+    vllm.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    engine = Engine()
+    writes = WritesByVllm(engine, tokenizer, "it", tmp_path)
+    for seed, prompts in ((7, [[5], [5]]), (7, [[5]]), (20, [[5], [5]])):
+        if torch.initial_seed() != seed:  # as of each batch of rows
+            torch.manual_seed(seed)
+        writes.write(prompts, Sampling(temperature=1.0), plain=False)
+    assert engine.seeds == [7, 8, 9, 20, 21]

@@ -121,6 +121,7 @@ class WritesByVllm(Tells):
 
         super().__init__(tokenizer, named, tells=True)
         self._engine = engine
+        self._seed, self._asked = 0, 0  # how many were asked since it was set
         self.longest: int = engine.llm_engine.model_config.max_model_len
         known = (folder / "generation_config.json").is_file()
         self._said = GenerationConfig.from_pretrained(folder) if known else GenerationConfig()
@@ -144,7 +145,10 @@ class WritesByVllm(Tells):
         """The tokens that are written behind those of each question."""
         import torch
 
-        seed = torch.initial_seed()
+        if self._seed != torch.initial_seed():
+            self._seed, self._asked = torch.initial_seed(), 0
+        seed = self._seed + self._asked
+        self._asked += len(prompts)
         asked = [{"prompt_token_ids": ids} for ids in prompts]
         how = [self._chosen(sampling, plain, len(ids), (seed + i) % 2**63) for i, ids in enumerate(prompts)]
         tokens = [list(made.outputs[0].token_ids) for made in self._engine.generate(asked, how, use_tqdm=False)]
@@ -152,7 +156,7 @@ class WritesByVllm(Tells):
         return tokens
 
     def _chosen(self, sampling: Sampling, plain: bool, prompt: int, seed: int) -> Any:
-        """In vLLM's words. Each question draws with a seed of its own: the same one may be asked several times."""
+        """In vLLM's words. Each question draws with a seed of its own: the same one may be asked again."""
         from vllm import SamplingParams
 
         top_k = self._said.top_k if sampling.top_k is None else sampling.top_k
