@@ -41,6 +41,7 @@ def test_a_question_and_its_answer_are_plain_text(record, question):
         ({"messages": [{"role": "system", "content": "short"}, ASKED, TOLD]}, "'system', which only a chat template"),
         ({"query": "who?", "response": "me", "system": "be short"}, "it has 'system'"),
         ({"query": "who?", "response": "me", "tools": [{"name": "call", "parameters": {}}]}, "it has 'tools'"),
+        ({"messages": [ASKED, {**TOLD, "reasoning_content": "hm"}]}, "it has 'reasoning_content'"),
     ],
 )
 def test_what_only_a_template_writes_is_a_bad_row(record, why):

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardproof.data.forms.formats import SYSTEM, Form, Messages, Normal
 from shardproof.data.forms.parts import Problem
+from shardproof.data.forms.texts import THINKING
 
 SHAPES = ["user", "assistant"], ["assistant"]
 
@@ -37,8 +38,8 @@ def _check_seen(messages: Messages, extra: Mapping[str, Any]) -> None:
     """Raise Problem for what only a chat template could show."""
     roles = [message["role"] for message in messages]
     lost = next((role for role in roles if role in SYSTEM), None) or next((name for name in extra if extra[name]), None)
-    if lost is None and any(message.get("tool_calls") for message in messages):
-        lost = "tool_calls"
+    if lost is None:
+        lost = next((name for name in ("tool_calls", THINKING) if any(turn.get(name) for turn in messages)), None)
     if lost is not None:
         raise Problem(
             f"it has '{lost}', which only a chat template writes: leave --plain out, or take it out of the row"
