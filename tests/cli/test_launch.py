@@ -12,6 +12,7 @@ import pytest
 WORK = """
 import atexit, os, sys, time
 import torch, torch.distributed as dist
+import shardproof
 from shardproof.cli.processes.launch import launch
 from shardproof.errors import DataError
 
@@ -53,13 +54,28 @@ def refused_at_its_end():
         raise DataError("rows.jsonl:3: a bad row")
     dist.all_reduce(torch.ones(2))
 
+def breaks_beside_the_engine():
+    model = torch.nn.Linear(4, 4)
+    broken = start()
+    shardproof.shard(model, 3)
+    try:
+        model(torch.ones(1, 4)).sum().backward()
+        if broken:
+            raise ValueError("one has had enough")
+        model(torch.ones(1, 4)).sum().backward()
+    except shardproof.DesyncError as error:
+        print("rank 0:", str(error).partition(":")[0], file=sys.stderr, flush=True)
+        raise
+
 if __name__ == "__main__":
     atexit.register(leave)
-    for name in ("breaks", "killed", "refused", "fine", "fine_at_its_end", "refused_at_its_end"):
+    for name in sys.argv[1:]:
         print(f"== {name}", file=sys.stderr, flush=True)
         code = launch(globals()[name], (), 2)
         print(f"code {code}", file=sys.stderr, flush=True)
 """
+
+SAID_BY = "breaks", "killed", "refused", "fine", "fine_at_its_end", "refused_at_its_end", "breaks_beside_the_engine"
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +83,9 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     script: Path = tmp_path_factory.mktemp("launch") / "work.py"
     script.write_text(WORK)
     quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # as the commands have it
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, env=quiet)
+    done = subprocess.run(
+        [sys.executable, str(script), *SAID_BY], capture_output=True, text=True, timeout=200, env=quiet
+    )
     assert done.returncode == 0, done.stderr
     parts = [part.strip().splitlines() for part in done.stderr.split("== ")[1:]]
     return {lines[0]: lines[1:] for lines in parts}
@@ -94,6 +112,15 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
                 "something is written at the end of 1",
                 "error: rows.jsonl:3: a bad row",
                 "code 2",
+            ],
+        ),
+        (
+            "breaks_beside_the_engine",
+            [
+                "rank 0: Rank 1 is gone",  # not: has come to the end of its program
+                "error on rank 1: ValueError: one has had enough",
+                "--debug shows where.",
+                "code 1",
                 "something is written at the end of the launcher",
             ],
         ),

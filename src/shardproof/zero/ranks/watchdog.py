@@ -386,9 +386,9 @@ def _watch(reference: weakref.ref[Watchdog]) -> None:
 
 
 def _leave(reference: weakref.ref[Watchdog]) -> None:
-    """At the end of the program."""
+    """At the end of the program. One that ends while it handles an error does not come to it."""
     watchdog = reference()
-    if watchdog is not None and watchdog._process == os.getpid():
+    if watchdog is not None and watchdog._process == os.getpid() and sys.exception() is None:
         watchdog.stop()
         watchdog._thread.join(1.0)
         watchdog.leave_word("left")
