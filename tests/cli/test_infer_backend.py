@@ -59,10 +59,11 @@ class Engine:
     def __init__(self) -> None:
         self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=100))
         self.seeds: list[int] = []
+        self.writes = [5]
 
     def generate(self, asked: list[Any], how: list[Any], use_tqdm: bool) -> list[Any]:
         self.seeds += [each.seed for each in how]
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5])]) for _ in asked]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=self.writes)]) for _ in asked]
 
 
 def test_a_question_that_is_asked_again_draws_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -77,3 +78,16 @@ def test_a_question_that_is_asked_again_draws_anew(monkeypatch: pytest.MonkeyPat
             torch.manual_seed(seed)
         writes.write(prompts, Sampling(temperature=1.0), plain=False)
     assert engine.seeds == [7, 8, 9, 20, 21]
+
+
+def test_what_its_answers_lack_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any) -> None:
+    vllm = ModuleType("vllm")
+    vllm.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    engine = Engine()
+    writes = WritesByVllm(engine, train_tokenizer(["what is one plus two?"]), "the model", tmp_path)
+    engine.writes = [999_999] * 3
+    writes.write([[5] * 97], Sampling(), plain=False)
+    assert writes.written == "tokens 999999, which its tokenizer does not have"
+    assert "The model writes tokens that its tokenizer does not have" in caplog.text
+    assert "An answer ends with the last of the 100 tokens that vLLM has room for" in caplog.text

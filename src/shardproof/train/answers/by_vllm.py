@@ -152,7 +152,10 @@ class WritesByVllm(Tells):
         asked = [{"prompt_token_ids": ids} for ids in prompts]
         how = [self._chosen(sampling, plain, len(ids), (seed + i) % 2**63) for i, ids in enumerate(prompts)]
         tokens = [list(made.outputs[0].token_ids) for made in self._engine.generate(asked, how, use_tqdm=False)]
-        self.written = self.tokenizer.decode(tokens[0]) if tokens else ""
+        rooms = (each.max_tokens for each in how)
+        if any(room < sampling.max_new_tokens and len(made) == room for made, room in zip(tokens, rooms, strict=True)):
+            self.tell(f"An answer ends with the last of the {self.longest} tokens that vLLM has room for.")
+        self._look_at(tokens)
         return tokens
 
     def _chosen(self, sampling: Sampling, plain: bool, prompt: int, seed: int) -> Any:

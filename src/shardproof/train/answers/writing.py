@@ -6,7 +6,8 @@ import contextlib
 import logging
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -52,10 +53,10 @@ class Tells:
         decoded = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return [sampling.ended(text).strip() for text in decoded]
 
-    def _look_at(self, tokens: Any) -> None:
-        """Keep what was `written`, and tell of tokens, (rows, length), that the tokenizer makes nothing of."""
+    def _look_at(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Keep what was `written`, and tell of tokens, those of each row, that the tokenizer makes nothing of."""
         self.written = self.tokenizer.decode(tokens[0])
-        beyond = [one for one in dict.fromkeys(tokens.flatten().tolist()) if one >= len(self.tokenizer)]
+        beyond = [one for one in dict.fromkeys(chain(*tokens)) if one >= len(self.tokenizer)]
         if unknown := [str(one) for one in beyond if not self.tokenizer.decode([one])]:
             shown = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
             self.written = self.written or f"tokens {shown}, which its tokenizer does not have"
@@ -150,7 +151,7 @@ class Writer(Tells):
         if room < sampling.max_new_tokens and tokens.shape[1] == prompt + room:
             limit = prompt + room
             self.tell(f"An answer ends with the last of the {limit} positions that the model has learnt.")
-        self._look_at(tokens[:, prompt:])
+        self._look_at(tokens[:, prompt:].tolist())
         return tokens[:, prompt:]
 
     def _apart(self, inputs: Any, sampling: Sampling) -> bool:
