@@ -249,7 +249,7 @@ def _check_sequence(config: RunConfig) -> None:
     if config.attn not in (None, "sdpa", "varlen"):
         raise ConfigError(f"--sequence-parallel works with --attn sdpa and varlen, and --attn is {config.attn}.")
     against = {
-        "padding_free": "rows that are laid end to end are told apart by positions that begin anew",
+        "padding_free": "the rows of a micro-batch would be laid end to end where they are cut",
         "metrics": "metrics look at whole rows",
         "neftune_noise_alpha": "how strong its noise is depends on the length of whole rows",
         "liger_kernel": "its loss is that of whole rows",
