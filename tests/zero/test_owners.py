@@ -21,11 +21,13 @@ from zero.models import FEATURES, Net
 from zero.test_hybrid import Hybrid
 
 
-class Shampoo(torch.optim.Optimizer):
-    """The update of Shampoo without momentum: L^(-1/4) G R^(-1/4), of a vector as of one row."""
-
+class WithRate(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
+
+
+class Shampoo(WithRate):
+    """The update of Shampoo without momentum: L^(-1/4) G R^(-1/4), of a vector as of one row."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -46,11 +48,8 @@ class Shampoo(torch.optim.Optimizer):
         return vectors @ torch.diag(values.pow(-0.25)) @ vectors.T
 
 
-class AdamP(torch.optim.Optimizer):
+class AdamP(WithRate):
     """Takes out of each row of an update what would only make the row of the weight longer; Adam by its name."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -63,12 +62,9 @@ class AdamP(torch.optim.Optimizer):
                 p.sub_(update, alpha=group["lr"])
 
 
-class Unasking(torch.optim.Optimizer):
+class Unasking(WithRate):
     """A gradient of length one, of whatever stands in the groups: as public Muons, it takes for granted that there is
     a gradient."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

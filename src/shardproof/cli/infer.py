@@ -186,7 +186,8 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     if config.backend == VLLM:
         from shardproof.train.answers.by_vllm import AT_ONCE, ByVllm
 
-        chat: Chat = ByVllm(folder, *how, config.nproc, config.vllm_max_model_len, config.vllm_gpu_memory_utilization)
+        longest, memory = config.vllm_max_model_len, config.vllm_gpu_memory_utilization
+        chat: Chat = ByVllm(folder, *how, processes=config.nproc, longest=longest, memory=memory)
         config.batch_size = config.batch_size if "batch_size" in config.model_fields_set else AT_ONCE
     else:
         chat = Chat(folder, *how, plugins, loaded_as(folder, plugins, config.model_type), stage, media)

@@ -66,16 +66,17 @@ def read(text: str) -> list[Line]:
     found: list[Line] = []
     for words in commands:
         words, before = [filled for word in words for filled in _filled(word, variables)], dict(variables)
-        starts = [i for i in range(len(words)) if (at := command_at(words, i)) and at[0] in READ]
-        for word in words[: starts[0]] if starts else words:
+        here = ((i, at) for i in range(len(words)) if (at := command_at(words, i)) and at[0] in READ)
+        start, begins = next(here, (len(words), None))
+        for word in words[:start]:
             name, is_assignment, value = word.partition("=")
             if is_assignment and name.isidentifier():
                 variables[name] = value
-        if starts and (begins := command_at(words, starts[0])):
-            told = launched(words[: starts[0]])
+        if begins is not None:
+            told = launched(words[:start])
             line = _line([begins[0], *words[begins[1] :]], variables | told.variables)
             line.options, line.missing = [*told.options, *line.options], told.missing
-            line.dressed = dressed or "nohup" in words[: starts[0]]
+            line.dressed = dressed or "nohup" in words[:start]
             found.append(line)
             variables = before  # what stands in front of a command is its own
     if not found:

@@ -8,7 +8,7 @@ transformers.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class ByVllm(Chat):
     """A model of text that answers by vLLM.
 
     Args:
-        folder, trust_remote_code, template, variables, plain: as of `Chat`.
+        folder, how: as `Chat` takes them in this order.
         processes: GPUs that hold the model between them.
         longest: tokens of a question and its answer together; None: as many as the model is made for.
         memory: the share of a GPU's memory that vLLM takes; None: its own default.
@@ -50,23 +50,20 @@ class ByVllm(Chat):
     def __init__(
         self,
         folder: Path,
-        trust_remote_code: bool = False,
-        template: str | None = None,
-        variables: Mapping[str, str] | None = None,
-        plain: bool = False,
+        *how: Any,
         processes: int = 1,
         longest: int | None = None,
         memory: float | None = None,
     ) -> None:
         options = {"max_model_len": longest, "gpu_memory_utilization": memory}
         self._options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-        self._options |= {"tensor_parallel_size": processes, "trust_remote_code": trust_remote_code}
+        self._options |= {"tensor_parallel_size": processes}
         if (folder / ADAPTER).is_file():
             raise ConfigError(
                 f"--backend vllm is given whole models, and {folder} has adapters.\nMerge them, and ask the result: "
                 f"shardproof export {folder.parent} FOLDER, then infer FOLDER --backend vllm."
             )
-        super().__init__(folder, trust_remote_code, template, variables, plain)
+        super().__init__(folder, *how)
 
     def load(self) -> None:
         """Have vLLM load the model."""
@@ -77,9 +74,9 @@ class ByVllm(Chat):
                 f"--backend vllm is asked about text alone, and the model in {self.folder} takes files, too. Leave "
                 "--backend out."
             )
-        source = str(self.folder)
+        source, own = str(self.folder), {"generation_config": "vllm", "trust_remote_code": self._trusted}
         try:
-            self._engine = LLM(source, tokenizer=source, generation_config="vllm", **self._options)
+            self._engine = LLM(source, tokenizer=source, **own, **self._options)
         except Exception as error:  # whatever vLLM raises, and its processes
             raise ConfigError(
                 f"vLLM cannot load the model in {source}: {first_line(error)}\nWithout --backend vllm transformers "
