@@ -107,7 +107,7 @@ def _children_of(module: nn.Module) -> tuple[nn.Module, dict[str, nn.Module | No
 
 
 def _has_slot(p: ShardedParameter, module: nn.Module, name: str) -> bool:
-    return any(slot.module is module and slot.name == name for slot in p.flat.unit.slots)
+    return any(slot.module() is module and slot.name == name for slot in p.flat.unit.slots)
 
 
 class _Registered:
@@ -149,6 +149,9 @@ class Builder:
         copy.lists = [(deepcopy(m, memo), {}, 0) for m, _, _ in self.lists]  # which have no children yet
         copy.altered = self.altered
         return copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Builder | None:
+        return memo.get(id(self)) if deepcopy(self.engine, memo) is not None else None
 
     def _watch_registrations(self) -> None:
         hook = _Registered(self)

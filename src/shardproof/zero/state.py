@@ -45,8 +45,8 @@ def enter_whole(engine: Engine) -> StandIns:
                 stand_ins[p] = nn.Parameter(flat.view(buffer, i).data, requires_grad=flat.requires_grad[i])
     for unit in engine.units:
         for slot in unit.slots:
-            if slot.module._parameters.get(slot.name) is slot.flat.params[slot.index]:
-                slot.module._parameters[slot.name] = stand_ins[slot.flat.params[slot.index]]
+            if slot.parameters.get(slot.name) is slot.flat.params[slot.index]:
+                slot.parameters[slot.name] = stand_ins[slot.flat.params[slot.index]]
     return stand_ins
 
 
@@ -60,17 +60,17 @@ def leave_whole(engine: Engine, stand_ins: StandIns, keep: bool) -> tuple[list[s
     replaced: list[ShardedParameter] = []
     for unit in engine.units:
         for slot in list(unit.slots):
-            p, here = slot.flat.params[slot.index], slot.module._parameters.get(slot.name)
+            p, here = slot.flat.params[slot.index], slot.parameters.get(slot.name)
             stand_in = stand_ins[p]
             same = here is stand_in and tuple(stand_in.shape) == slot.flat.shapes[slot.index]
-            if here is p:
+            if here is p or slot.module() is None:
                 continue
             if not same:
                 replaced.append(p)
             if keep and not same:
                 unit.slots.remove(slot)
             else:
-                slot.module._parameters[slot.name] = p
+                slot.parameters[slot.name] = p
     try:
         edited, with_gradient = _compare(engine, stand_ins, set(replaced), keep)
     finally:

@@ -163,13 +163,13 @@ def saved_on_one(folder: str) -> None:
     accelerator.gather(torch.ones(2))  # which waits for all, too
 
 
-@pytest.mark.slow  # rank 0 has once said something else, which was cut off: see docs/log.md, 30 November
 def test_a_state_that_the_main_process_saves_alone_is_told_as_that(run2, tmp_path: Path) -> None:
     """It was taken for the others' next gather, and the run ended in a timeout that spoke of barriers."""
     with pytest.raises(RemoteError) as caught:  # which ends the pool, too: its ranks have fallen apart
         run2(saved_on_one, str(tmp_path), timeout=IMPORTS)
     for rank, wants in enumerate(("collect the state dict", "wait for all ranks")):
-        told = rf"rank {rank} wants to {wants}, at .*test_loops.py:\d+ \(saved_on_one\)"
+        # Other models may be there, which earlier tests have left: the text numbers them then.
+        told = rf"rank {rank} wants to {wants}( of the model .*)?, at .*test_loops.py:\d+ \(saved_on_one\)"
         assert re.search(told, str(caught.value)), str(caught.value)
 
 

@@ -7,12 +7,18 @@
     3      around each use                    reduce-scatter as backward produces them   shard
 
 A step makes whole values stale; they are gathered at their next first use, which overlaps with the forward pass.
+
+[Note: what belongs to the model]
+The model holds its engine, and what holds modules: the builder. The engine knows these weakly, as graphs hold the
+engine, and modules may hold graphs (a loss of its own that a layer keeps, a weight that a hook computes): through the
+graph Python sees no circle, and a model that nobody has any more would stay, with its shards and what it has gathered.
 """
 
 from __future__ import annotations
 
+import weakref
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -43,6 +49,7 @@ class Engine(MakesRoom):
     """Owns the units of one sharded model and decides when they are gathered, released and reduced.
 
     Attributes:
+        model: what is sharded, for as long as somebody has it; see [Note: what belongs to the model].
         sharded: whether ranks hold parts (stage 1 to 3 on several ranks) or everything.
         successor: which use followed which, learned from the last pass; a prediction, never a promise.
         deterministic: whether gradients are added in one order for any number of ranks; see gradients.py.
@@ -50,15 +57,15 @@ class Engine(MakesRoom):
         changes: how many values of parameters this rank has changed, by steps and by edits.
         storages: which flat the gathered buffer at an address belongs to.
         unfinished: while an optimizer steps, what ends that step if it did not end by itself.
-        builder: cuts what was attached to the model since; set by who makes an engine, as it needs one.
+        builder: cuts what was attached to the model since. It belongs to the model, and needs an engine: who makes an
+            engine makes both.
     """
-
-    builder: Builder
 
     def __init__(
         self, model: nn.Module, stage: int, comm: Collectives, precision: MixedPrecision | None, home: Home | None
     ) -> None:
-        self.model, self.stage, self.comm, self.precision, self.home = model, stage, comm, precision, home
+        self._model, self._builder = weakref.ref(model), cast("weakref.ref[Builder]", lambda: None)
+        self.stage, self.comm, self.precision, self.home = stage, comm, precision, home
         self.pool, self.deterministic, self.divisor = comm.pool, False, float(comm.size)
         self.sharded = stage > 0 and comm.shards > 1
         self.units: list[Unit] = []
@@ -78,6 +85,19 @@ class Engine(MakesRoom):
         self.written = Written(self)
         self.gradients = Gradients(self)
         self.invariants = Invariants(self)
+
+    @property
+    def model(self) -> nn.Module:
+        return cast("nn.Module", self._model())
+
+    @property
+    def builder(self) -> Builder:
+        return cast("Builder", self._builder())
+
+    @builder.setter
+    def builder(self, builder: Builder) -> None:
+        self.model.__dict__["_shardproof_builder"] = builder
+        self._builder = weakref.ref(builder)
 
     def master_dtype(self, dtype: torch.dtype, trainable: bool) -> torch.dtype:
         """Under mixed precision what is trained has a float32 master; the rest stays as it was loaded."""
@@ -118,9 +138,9 @@ class Engine(MakesRoom):
                 for flat in unit.flats:
                     flat.show()
             for slot in unit.slots:
-                here = slot.module._parameters
-                if here.get(slot.name) is slot.flat.params[slot.index]:
-                    here[slot.name] = slot.flat.open_views[slot.index]  # type: ignore[assignment, index]
+                module, flat, i = slot.module(), slot.flat, slot.index
+                if module is not None and module._parameters.get(slot.name) is flat.params[i]:
+                    module._parameters[slot.name] = flat.open_views[i]  # type: ignore[assignment, index]
             unit.hooked.append(SavedTensors.push(self))
         except BaseException:
             self._restore(unit)
@@ -140,9 +160,9 @@ class Engine(MakesRoom):
             self.unfinished()
         if not self.root.depth:
             self.copies.take_in()
-        if self.builder.has_more():
+        if (builder := self._builder()) is not None and builder.has_more():
             with torch.inference_mode(False), torch.no_grad():  # what is made inside could not be trained
-                self.builder.build()
+                builder.build()
 
     def close(self, unit: Unit) -> None:
         """Put the parameters back; at stage 3 release the unit unless it is needed next."""
@@ -392,7 +412,7 @@ class Engine(MakesRoom):
         copy.__dict__.update(self.__dict__)
         copy._reset_transient()
         copy.take_seat()
-        copy.model = deepcopy(self.model, memo)
+        copy._model = weakref.ref(deepcopy(self.model, memo))
         copy.units = [deepcopy(u, memo) for u in self.units]
-        copy.builder = self.builder.for_copy(copy, memo)
+        copy.builder = memo[id(self.builder)] = self.builder.for_copy(copy, memo)
         return copy

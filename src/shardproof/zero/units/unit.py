@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from copy import deepcopy
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -39,23 +40,35 @@ class Counters:
     gathered_peak_bytes: int = 0
 
 
-@dataclass(eq=False)
 class Slot:
-    """A place in the module tree that holds a parameter. A tied parameter has several."""
+    """A place in the module tree that holds a parameter. A tied parameter has several.
 
-    module: nn.Module
-    name: str
-    flat: Flat
-    index: int
+    Attributes:
+        module: gives the module, or None when it is gone; see [Note: what belongs to the model] in schedule/engine.py.
+    """
+
+    def __init__(self, module: nn.Module, name: str, flat: Flat, index: int) -> None:
+        self.module = weakref.ref(module)
+        self.name, self.flat, self.index = name, flat, index
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor | None]:
+        """What stands in the module, by name."""
+        module = self.module()
+        return {} if module is None else cast("dict[str, torch.Tensor | None]", module._parameters)
 
     def put_back(self, view: torch.Tensor) -> None:
         """Let the parameter stand here again, instead of the plain tensor in its place, unless that is gone."""
-        here, name = self.module, self.name
+        here, name, p = self.module(), self.name, self.flat.params[self.index]
+        if here is None:
+            return
         if here._buffers.get(name) is view:  # torch parametrized it for a while, and took it for no parameter
             del here._buffers[name]
             here._parameters[name] = view  # type: ignore[assignment]
         if here._parameters.get(name) is view:
-            here._parameters[name] = self.flat.params[self.index]
+            here._parameters[name] = p
+            if isinstance(here, nn.RNNBase):  # has them in a list, too, which would keep what was gathered
+                here.__dict__["_flat_weights"] = [p if w is view else w for w in here._flat_weights]
 
 
 @dataclass(eq=False)
@@ -73,7 +86,6 @@ class Unit:
     engine: Engine | None
     name: str
     index: int
-    entries: list[nn.Module] = field(default_factory=list)
     flats: list[Flat] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
     depth: int = 0
@@ -82,6 +94,11 @@ class Unit:
     thread: int = 0
     compiled_around: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     counters: Counters = field(default_factory=Counters)
+    _entries: list[weakref.ref[nn.Module]] = field(default_factory=list)
+
+    @property
+    def entries(self) -> list[nn.Module]:
+        return [module for each in self._entries if (module := each()) is not None]
 
     @property
     def is_root(self) -> bool:
@@ -143,7 +160,7 @@ class Unit:
 
     def watch(self, module: nn.Module) -> None:
         """Make `module` an entry of this unit."""
-        self.entries.append(module)
+        self._entries.append(weakref.ref(module))
         module.register_forward_pre_hook(self.before_forward, with_kwargs=True)
         module.register_forward_hook(self.after_forward, always_call=True)
 
@@ -152,7 +169,9 @@ class Unit:
         if self.engine is None or id(self.engine.model) not in memo or self.engine.whole_depth:
             return copy  # of a submodule, or what is whole: its parameters are plain, and so its hooks do nothing
         copy.engine = deepcopy(self.engine, memo)
-        copy.entries = [deepcopy(m, memo) for m in self.entries]
+        copy._entries = [weakref.ref(deepcopy(m, memo)) for m in self.entries]
         copy.flats = [deepcopy(f, memo) for f in self.flats]
-        copy.slots = [Slot(deepcopy(s.module, memo), s.name, deepcopy(s.flat, memo), s.index) for s in self.slots]
+        for slot in self.slots:
+            if (module := slot.module()) is not None:
+                copy.slots.append(Slot(deepcopy(module, memo), slot.name, deepcopy(slot.flat, memo), slot.index))
         return copy
