@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardproof
 from distributed.harness import Alone, Sharded, train
+from shardproof.zero.tensors.parameter import ShardedValue
 from zero.graphs import CASES
 
 
@@ -78,6 +80,27 @@ def test_a_model_that_keeps_its_loss_goes_and_its_loss_may_stay(stage: int) -> N
     optimizer.step()
     assert torch.allclose(weight.detach(), before - 0.1 * weight.grad)
     assert weight.grad.abs().sum() > 0
+
+
+def values_there() -> int:
+    gc.collect()
+    return sum(type(thing) is ShardedValue for thing in gc.get_objects())
+
+
+def test_what_requires_a_gradient_goes() -> None:
+    """torch never lets go of what an override of an attribute returns."""
+    layer = shardproof.shard(nn.Linear(4, 4), 3)
+    before = values_there()
+    for _ in range(3):
+        # Among the arguments of a function, it makes a leaf of its own of a weight.
+        checkpoint(nn.functional.linear, torch.ones(2, 4), layer.weight, use_reentrant=True).sum().backward()
+        layer.weight.requires_grad = False
+        layer.weight.requires_grad = True
+    there = weakref.ref(layer.weight)
+    assert values_there() == before
+    del layer
+    gc.collect()
+    assert there() is None
 
 
 def kept_beside(stage: int) -> list[int]:

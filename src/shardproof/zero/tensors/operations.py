@@ -294,6 +294,11 @@ def _set_requires_grad(t: ShardedTensor, flag: bool = True) -> ShardedTensor:
     return t
 
 
+def _assign_requires_grad(t: ShardedTensor, flag: bool) -> None:
+    """The same as an attribute. What an override of an attribute returns, torch never lets go of."""
+    _set_requires_grad(t, flag)
+
+
 def _refuse_swap(t: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
     """A module would put a plain parameter in the place of this one, which no unit and no optimizer knows."""
     raise EngineError(
@@ -301,10 +306,6 @@ def _refuse_swap(t: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
         "exchanged for a parameter that does not train. Set it to False around load_state_dict of a sharded model, "
         "and around what converts it."
     )
-
-
-def _same(t: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
-    return t
 
 
 def _conversion(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -372,7 +373,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _descriptor("data").__set__: _set_data,
     _T.detach: _get_data,
     torch.detach: _get_data,
-    _descriptor("requires_grad").__set__: _set_requires_grad,
+    _descriptor("requires_grad").__set__: _assign_requires_grad,
     _descriptor("grad_dtype").__set__: _set_grad_dtype,
     _T.requires_grad_: _set_requires_grad,
     _T.module_load: _refuse_swap,
@@ -380,8 +381,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _T.expand_as: view_like,
     **dict.fromkeys((_T.detach_, torch.detach_), lambda t: _set_requires_grad(t, False)),
     _T.retain_grad: lambda t: None,
-    _T.share_memory_: _same,
-    _T.contiguous: _same,
+    **dict.fromkeys((_T.share_memory_, _T.contiguous), lambda t, **_: t),
     **{f: _conversion(f) for f in (_T.to, _T.float, _T.half, _T.bfloat16, _T.double, _T.cpu, _T.cuda, _T.type_as)},
     _T.norm: norm_of,
     torch.norm: norm_of,
