@@ -19,7 +19,8 @@ it waits, all of its group have, and come to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -74,6 +75,15 @@ class SequenceParallel:
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Inside, models take whole rows, as outside of it all: each rank has rows of its own to ask about."""
+        depth, self._depth = self._depth, 0
+        try:
+            yield
+        finally:
+            self._depth = depth
 
     @property
     def entered(self) -> bool:

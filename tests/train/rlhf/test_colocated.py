@@ -44,8 +44,9 @@ def test_the_numbers_are_those_of_one_process(
     variants: list[dict[str, Any]] = [
         {"stage": 3, "per_device_batch_size": 4},
         {"stage": 2, "per_device_batch_size": 4, "tuner": "lora", "vllm_sleep": True},
+        {"stage": 3, "per_device_batch_size": 8, "sequence_parallel": 2},
     ]
-    alone = [{**variant, "stage": 0, "per_device_batch_size": 8} for variant in variants]
+    alone = [{**variant, "stage": 0, "per_device_batch_size": 8, "sequence_parallel": 1} for variant in variants]
     one, _, _ = pools.run(1, given_to_vllm, prepared_for(argv, 1, alone, tmp_path / "one"), timeout=300.0)[0]
     two, loads, given = pools.run(2, given_to_vllm, prepared_for(argv, 2, variants, tmp_path / "two"), timeout=300.0)[0]
     for mine, wanted, times in zip(two, one, loads, strict=True):

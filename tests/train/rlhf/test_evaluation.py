@@ -81,3 +81,19 @@ def test_answers_that_are_no_whole_groups_where_they_are_judged(when: dict[str, 
             check_algorithm(given, given.batch(world))
         without = given.model_copy(update={"val_dataset": []})
         check_algorithm(without, without.batch(world))
+
+
+def test_ranks_that_share_rows_write_as_many_answers_each() -> None:
+    """Of a group's micro-batches; where no size is given, it is one for which that is so."""
+    config = RlhfConfig(rlhf_type="grpo", reward_funcs=["length"], num_generations=4, sequence_parallel=4)
+    for world, steps, micro in ((4, 1, 4), (8, 1, 4), (8, 2, 2), (4, 3, 4)):
+        asked = config.model_copy(update={"gradient_accumulation_steps": steps})
+        assert asked.batch(world).micro == micro
+        check_algorithm(asked, asked.batch(world))
+    given = config.model_copy(update={"per_device_batch_size": 2})
+    with pytest.raises(ConfigError, match=r"write its 2 answers \(2 x 1 micro"):
+        check_algorithm(given, given.batch(8))
+    with pytest.raises(ConfigError, match=r"2 answers .* 1 group\(s\) of 4 processes\), which --num-generations 4"):
+        check_algorithm(given, given.batch(4))
+    with pytest.raises(ConfigError, match=r"--sequence-parallel means nothing to --rlhf-type ppo; it is for .*grpo"):
+        check_algorithm(given.model_copy(update={"rlhf_type": "ppo"}), given.batch(8))

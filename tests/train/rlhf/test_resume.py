@@ -36,6 +36,14 @@ def test_it_goes_on_as_if_nothing_had_been(
 
 
 @pytest.mark.slow
+def test_so_it_does_where_ranks_share_answers(
+    commands: Any, models: dict[str, Path], files: dict[str, Path], tmp_path: Path
+) -> None:
+    argv = [*argv_of("grpo", models, files), "--sequence-parallel", "2"]
+    check_that_it_goes_on(commands, argv, *SAVED["grpo"], tmp_path)
+
+
+@pytest.mark.slow
 def test_so_it_does_behind_a_step_of_fewer_micro_batches(
     commands: Any, models: dict[str, Path], files: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardproof.errors import ConfigError
-from train.rlhf.algorithms import batches_without_padding, bytes_in_attention
+from train.rlhf.algorithms import batches_without_padding, bytes_in_attention, series_of, series_without_room
 
 COMMON = "--model MODELS/policy --max-steps 3 --learning-rate 1e-3 --lr-scheduler constant --warmup-ratio 0".split()
 CHANCE = f"{Path(__file__).with_name('rewards_for_tests.py')}:chance"
@@ -287,10 +287,40 @@ def test_so_they_do_where_ranks_share_rows(rlhf: Any, kind: str) -> None:
     assert rlhf(2, per_rank, *COMMON[:2], *ALGORITHMS[kind], find=bytes_in_attention) > 0
 
 
+WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": ("grpo", {}),
+    "rloo": ("rloo", {}),
+    "grpo without a count of tokens": ("grpo", {"loss_type": ["grpo"], "dynamic_sample": True}),
+    "grpo with answers that are learnt from again": ("grpo", {"num_iterations": 2, "steps_per_generation": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", WRITTEN)
+def test_so_they_do_where_ranks_share_answers_that_each_has_written_a_part_of(rlhf: Any, what: str) -> None:
+    kind, more = WRITTEN[what]
+    check(rlhf, kind, [{"stage": 3, **SHARED}, {**CHECKPOINTED[1], **SHARED}], **more)
+    per_rank = [{"stage": 3, "max_steps": 1, **SHARED}]
+    assert rlhf(2, per_rank, *COMMON[:2], *ALGORITHMS[kind], find=bytes_in_attention) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, LORA], ids=["full", "lora"])
+def test_so_do_groups_of_ranks_that_share_answers(rlhf: Any, more: dict[str, Any]) -> None:
+    """Where there is no room to keep weights, too: a rank whose answers ended early lends its part to the others."""
+    given = [{"stage": 3, **SHARED}, {"stage": 1, **SHARED}]
+    check(rlhf, "grpo", given, ranks=4, **more)
+    options = [*COMMON, *ALGORITHMS["grpo"]]
+    kept, gathered = (rlhf(4, given[:1], *options, find=find) for find in (series_of, series_without_room))
+    assert [r["loss"] for r in gathered[0]] == pytest.approx([r["loss"] for r in kept[0]], abs=1e-6)
+
+
 @pytest.mark.slow
 def test_experts_are_balanced_over_whole_rows(rlhf: Any, experts: Path) -> None:
-    (*_, last) = check(rlhf, "dpo", [{"stage": 3, **SHARED}], model=str(experts))
-    assert last["aux_loss"] > 0.1
+    at_once = {"per_device_batch_size": 4, "gradient_accumulation_steps": 1}  # chance deals answers out
+    for kind, more in (("dpo", {}), ("grpo", at_once)):
+        (*_, last) = check(rlhf, kind, [{"stage": 3, **SHARED}], model=str(experts), **more)
+        assert last["aux_loss"] > 0.1
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto", "grpo"])

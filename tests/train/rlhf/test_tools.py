@@ -151,15 +151,22 @@ def called(caller: Path, folder: Path, *more: str) -> list[str]:
     return [*options, "--learning-rate", "1e-4", *more]
 
 
-@pytest.mark.parametrize("train", [series_of, series_without_room, series_with_vllm])
-def test_answers_call_functions_and_go_on(pools: Any, caller: Path, tmp_path: Path, train: Any) -> None:
+@pytest.mark.parametrize(
+    ("train", "sharing"),
+    [
+        *((train, 1) for train in (series_of, series_without_room, series_with_vllm)),
+        pytest.param(series_of, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_answers_call_functions_and_go_on(pools: Any, caller: Path, tmp_path: Path, train: Any, sharing: int) -> None:
     """What functions return is in the answer and not learnt, and the numbers are those of one process, though one rank
     runs its model, or a vLLM of its own, for calls that the other does not have."""
     series = {}
     vllm = ["--use-vllm", "--vllm-mode", "colocate"] if train is series_with_vllm else []
     for world in (1, 2):
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        batch = ["--per-device-batch-size", str(4 // world)]
+        shares = min(sharing, world)
+        batch = ["--per-device-batch-size", str(4 * shares // world), "--sequence-parallel", str(shares)]
         with found():
             prepared = prepared_for(called(caller, tmp_path, *batch, *vllm), world, [{}], folder)
         series[world] = pools.run(world, train, prepared, timeout=300.0)[0][0]

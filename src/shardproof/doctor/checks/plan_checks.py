@@ -266,5 +266,5 @@ def writing_of(config: Any, batch: Batch, asked: PlanConfig) -> float:
     if not generates(config):
         return 0.0
     steps = 1 if config.rlhf_type == "gkd" else config.steps_per_generation or batch.accumulation
-    at_once = batch.micro * steps
+    at_once = batch.micro * steps // batch.sequence  # ranks that share rows write a part of the answers each
     return while_writing(asked, at_once, asked.max_length[0] - config.max_completion_length)

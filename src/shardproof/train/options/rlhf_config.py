@@ -226,7 +226,12 @@ class RlhfConfig(RunConfig):
         """As of every run. Where answers are generated and no size is given, it is one that their number divides."""
         if self.rlhf_type in REWARDED and self.per_device_batch_size is None and self.global_batch_size is None:
             steps = 1 if self.evaluated else self.steps_per_generation or self.gradient_accumulation_steps or 1
-            micro = next(n for n in count(DEFAULT_MICRO_BATCH) if n * steps * world_size % self.generations == 0)
+            group = self.sequence_parallel
+            micro = next(
+                n
+                for n in count(DEFAULT_MICRO_BATCH)
+                if n * steps * (world_size // group) % self.generations == 0 and n * steps % group == 0
+            )
             return self.model_copy(update={"per_device_batch_size": micro}).batch(world_size)
         return super().batch(world_size)
 

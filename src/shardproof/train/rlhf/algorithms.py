@@ -71,7 +71,7 @@ ALGORITHMS = {
 MEANT_FOR: dict[str, tuple[str, ...]] = {
     "group_by_length": PAIRED,
     "drop_last": (*PAIRED, "kto", "gkd"),  # what generates leaves them out anyway
-    "sequence_parallel": (*PAIRED, "kto"),
+    "sequence_parallel": (*PAIRED, "kto", "grpo", "rloo"),
     "compile": (*PAIRED, "kto"),  # what is generated has another length with every token
     "beta": ("dpo", "kto", "orpo", "simpo", "cpo", "grpo", "rloo", "gkd", "ppo"),
     "loss_type": ("dpo", "kto", "cpo", "grpo"),
@@ -279,12 +279,21 @@ def _check_others(config: RlhfConfig) -> None:
 
 def _check_generations(config: RlhfConfig, batch: Batch) -> None:
     steps = config.steps_per_generation or batch.accumulation
-    whole = batch.micro * batch.world_size * steps
+    whole, readers = batch.micro * batch.readers * steps, f"{batch.readers} process(es)"
+    if batch.sequence > 1:
+        readers = f"{batch.readers} group(s) of {batch.sequence} processes"
     if whole % config.generations:
         raise ConfigError(
-            f"{whole} answers are generated at once ({batch.micro} x {steps} micro-batch(es) x {batch.world_size}"
-            f" process(es)), which --num-generations {config.generations} does not divide.\n"
+            f"{whole} answers are generated at once ({batch.micro} x {steps} micro-batch(es) x {readers}),"
+            f" which --num-generations {config.generations} does not divide.\n"
             "Raise --per-device-batch-size or --gradient-accumulation-steps, or take fewer generations."
+        )
+    if batch.micro * steps % batch.sequence:
+        raise ConfigError(
+            f"--sequence-parallel {batch.sequence}: the {batch.sequence} processes of a group write its"
+            f" {batch.micro * steps} answers ({batch.micro} x {steps} micro-batch(es)), each as many.\n"
+            "Raise --per-device-batch-size, --gradient-accumulation-steps or --steps-per-generation to a multiple of"
+            f" {batch.sequence}."
         )
     judged, option = batch.micro * batch.world_size, "--val-dataset" if config.val_dataset else "--val-split"
     if config.evaluated and judged % config.generations:

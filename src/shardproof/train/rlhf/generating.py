@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -23,6 +24,7 @@ from shardproof.train.rlhf.mixin import OfTokens, RlhfMixin, listen, plain_of
 from shardproof.train.rlhf.pictures import NUMBER, are_pictured, in_parts
 from shardproof.train.rlhf.prompted import Prompted
 from shardproof.train.rlhf.resampling import with_others
+from shardproof.train.rlhf.shared_answers import as_dealt_out, of_group
 from shardproof.train.trainer import CommandMixin
 
 log = logging.getLogger("shardproof")
@@ -55,7 +57,8 @@ class Generating(OfTokens):
         # Rows to evaluate on have the same numbers, and answers to others are to be learnt from after an evaluation.
         rows = {True: kwargs["train_dataset"], False: kwargs["eval_dataset"]}
         self._prompts = {mode: Prompted(some) for mode, some in rows.items() if some is not None and are_pictured(some)}
-        wanted: Any = kwargs["args"]
+        kwargs["args"] = wanted = as_dealt_out(kwargs["args"], kwargs["batch"].sequence)
+        self._draws: torch.Tensor | None = None
         reference = None
         if make_reference is not None and wanted.beta:
             reference = make_reference()  # it seeds; TRL's trainer then has each rank draw numbers of its own
@@ -148,9 +151,12 @@ class Generating(OfTokens):
     def get_train_dataloader(self) -> DataLoader[Any]:
         return super(CommandMixin, self).get_train_dataloader()
 
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        """To train and to evaluate on. What it reads draws no numbers, so it goes without the seed of transformers."""
-        loader: Any = super()._get_dataloader(*args, **kwargs)
+    def _get_dataloader(self, *args: Any, batch_size: int, is_training: bool = False, **kwargs: Any) -> DataLoader[Any]:
+        """To train and to evaluate on. What it reads draws no numbers, so it goes without the seed of transformers.
+
+        Of answers that ranks share, each of them writes a part."""
+        kwargs["batch_size"] = batch_size // self.batch_plan.sequence if is_training else batch_size
+        loader: Any = super()._get_dataloader(*args, is_training=is_training, **kwargs)
         loader.base_dataloader.worker_init_fn = left_to_rank  # accelerate's own only deals out what this one reads
         return loader
 
@@ -168,6 +174,7 @@ class Generating(OfTokens):
             "learnt": learnt,
             "epochs": int(self.state.epoch or 0.0),
             "ranks": self.args.world_size,
+            "sharing": self.batch_plan.sequence,
             "left": plain_of(self._buffered_inputs) if learnt else None,
             "answers": plain_of({name: told[name] for name in told if name != IMAGES}) if told[STEP] else None,
         }
@@ -187,18 +194,38 @@ class Generating(OfTokens):
             _extend(self._logs, kept["answers"])
         if kept["left"] is None:
             return
-        there, here = (kept["ranks"], len(kept["left"])), (self.args.world_size, self.args.steps_per_generation)
+        there = kept["ranks"], len(kept["left"]), kept.get("sharing", 1)
+        here = self.args.world_size, self.args.steps_per_generation, self.batch_plan.sequence
         if there != here:
             raise CheckpointError(
                 f"The checkpoint holds answers that {there[0]} ranks have still to learn from, in {there[1]}"
-                f" micro-batches, and here it would be {here[0]} in {here[1]}. Resume on as many with micro-batches as"
-                " they were, or take --save-steps at which all have been learned from."
+                f" micro-batches{_shared(there[2])}, and here it would be {here[0]} in {here[1]}{_shared(here[2])}."
+                " Resume on as many with micro-batches as they were, or take --save-steps at which all have been"
+                " learned from."
             )
         self._buffered_inputs = _on(self.args.device, kept["left"])
 
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """TRL's, in which answers are written, and then dealt out to micro-batches in an order that it draws."""
+        shares = self.recorder.sequence
+        with contextlib.nullcontext() if shares is None else shares.left():
+            found = super()._prepare_inputs(generation_batch)
+        draws, self._draws = self._draws, None
+        if draws is not None:
+            torch.set_rng_state(draws)
+        return found
+
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        if not (self.resamples and self.model.training):
-            return self._written(inputs)
+        made = self._with_others(inputs) if self.resamples and self.model.training else self._written(inputs)
+        if self.recorder.sequence is None or not self.model.training:
+            return made
+        self._meet()
+        made, seed = of_group(made, self.recorder.sequence, self._tokenizer.pad_token_id)
+        self._draws = torch.get_rng_state()  # for answers, which are others on each rank; the order is one
+        torch.default_generator.manual_seed(seed)
+        return made
+
+    def _with_others(self, inputs: Any) -> Any:
         made = self._written(inputs)
         rank, pad = self.accelerator.process_index, self.processing_class.pad_token_id
         more = self._more(len(inputs))
@@ -311,6 +338,10 @@ class Generating(OfTokens):
                 self.state.global_step,
                 next((f", one with {turn['content']}" for turn in turns), ""),
             )
+
+
+def _shared(ranks: int) -> str:
+    return f" of rows that {ranks} share" if ranks > 1 else ""
 
 
 def _told(prompt: Any) -> Any:

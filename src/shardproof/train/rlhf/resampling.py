@@ -49,20 +49,29 @@ def with_others(
             if idle and _teaches(group):
                 groups[idle.pop(0)] = group
     rows = [row for group in groups for row in group]
-    mine = rows[process * size : (process + 1) * size]
-    device = made["advantages"].device
-    batch = {name: _together([row[name] for row in mine], name, pad).to(device) for name in mine[0]}
+    batch = with_rows(made, rows[process * size : (process + 1) * size], pad)
     learnt = sum((row["completion_mask"] * row.get("tool_mask", 1)).sum() for row in rows)
-    counted = {"num_items_in_batch": torch.as_tensor(learnt, device=device)} if "num_items_in_batch" in made else {}
-    return {**made, **batch, **counted}
+    if "num_items_in_batch" in made:
+        batch["num_items_in_batch"] = torch.as_tensor(learnt, device=made["advantages"].device)
+    return batch
+
+
+def rows_of(made: dict[str, Any]) -> list[Row]:
+    """Of what TRL's trainers make of a batch, each answer by itself, on the host."""
+    size = len(made["advantages"])
+    tensors = {name: v.cpu() for name, v in made.items() if isinstance(v, torch.Tensor) and v.dim() and len(v) == size}
+    return [{name: value[i] for name, value in tensors.items()} for i in range(size)]
+
+
+def with_rows(made: dict[str, Any], rows: list[Row], pad: int) -> dict[str, Any]:
+    """What they made, of these rows instead."""
+    device = made["advantages"].device
+    return {**made, **{name: _together([row[name] for row in rows], name, pad).to(device) for name in rows[0]}}
 
 
 def _groups(made: dict[str, Any], generations: int, gather: Callable[[list[Row]], list[Row]]) -> list[list[Row]]:
     """The answers of all ranks, question by question."""
-    size = len(made["advantages"])
-    tensors = {name: v.cpu() for name, v in made.items() if isinstance(v, torch.Tensor) and v.dim() and len(v) == size}
-    mine = [{name: value[i] for name, value in tensors.items()} for i in range(size)]
-    rows = gather(mine)
+    rows = gather(rows_of(made))
     return [rows[i : i + generations] for i in range(0, len(rows), generations)]
 
 
