@@ -291,6 +291,26 @@ def test_rlhf_says_whose_option_packing_is(given):
         training.parse(RlhfConfig, "", ["--rlhf_type", "dpo", *given.split()])
 
 
+@pytest.mark.parametrize("kind", ["dpo", "gkd --teacher_model t"])
+def test_rows_of_rlhf_that_are_packed_there_go_without_padding(kind):
+    said = f"swift rlhf --rlhf_type {kind} --model m --dataset d --packing"
+    command, notes, missing = swift.translate(f"{said} true")
+    assert not missing
+    assert "--packing" not in command
+    assert "--padding-free true" in command
+    assert any("--per-device-batch-size says, and there as many as fill --max-length" in note for note in notes)
+    assert "padding" not in swift.translate(f"{said} false")[0]
+
+
+def test_answers_that_processes_share_are_brought_over():
+    said = "swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs format --sequence_parallel_size 4"
+    command, notes, missing = swift.translate(f"{said} --dataloader_drop_last true --padding_free true")
+    assert not missing
+    assert "--sequence-parallel 4" in command
+    assert {"--drop-last", "--padding-free"} & {*options(command)} == set()
+    assert "--drop-last true is left out: it would decide nothing" in notes
+
+
 def test_rlhf_says_whose_option_the_balance_of_experts_is():
     with pytest.raises(ConfigError, match="only 'shardproof sft' balances experts by its loss"):
         training.parse(RlhfConfig, "", ["--rlhf_type", "dpo", "--router_aux_loss_coef", "0.01"])

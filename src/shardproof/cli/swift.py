@@ -33,7 +33,7 @@ from shardproof.errors import ConfigError
 from shardproof.plugins import Plugins, check_names
 from shardproof.train.checks.contradictions import LORA, OF_ANSWERS, check_together
 from shardproof.train.options.config import RunConfig
-from shardproof.train.options.rlhf_config import REFERRED
+from shardproof.train.options.rlhf_config import REFERRED, REWARDED
 
 _SAME = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 _OF_LIBRARIES = ("PYTORCH_", "TORCH_", "NCCL_", "HF_", "WANDB_")
@@ -51,6 +51,10 @@ OF_WHOLE_ROWS = {
     "padding_free": "of rows that are cut over processes padding is computed",
     "liger_kernel": "of rows that are cut over processes --chunked-loss keeps logits small",
 }
+PACKED = (
+    "--packing is --padding-free here: no padding is computed either way, but a micro-batch has as many rows as"
+    " --per-device-batch-size says, and there as many as fill --max-length: raise it to what fits"
+)
 OF_TOKENS = {"IMAGE_MAX_TOKEN_NUM": "max_pixels", "VIDEO_MAX_TOKEN_NUM": "max_frame_pixels"}
 
 HELP = """usage: shardproof swift "swift sft|rlhf|infer|export ..." | SCRIPT.sh
@@ -128,9 +132,9 @@ def _brought_over(line: shell.Line) -> tuple[str, list[str], list[str]]:
     if looks_or_hears(values.get("model", [""])[0]):
         _freeze_towers(values, given, notes)
     _add_defaults(values, known, notes, int(nodes) if (nodes := line.variables.get("NNODES", "1")).isdigit() else 1)
+    _leave_out_what_does_nothing(values, notes)
     if "rlhf_type" in known:
         missing += _without_meaning(values, built)
-    _leave_out_what_does_nothing(values, notes)
     _tell_of_hub(values, line, notes)
     if not missing:
         missing += _refused(config, values)
@@ -173,6 +177,9 @@ def _adopted(line: shell.Line, known: Collection[str], notes: list[str]) -> tupl
         if name == "config":
             missing.append(f"--config {' '.join(given)}: {shell.CONFIG}")
             continue
+        if name == "packing" and name not in known and given[:1] not in (["false"], ["False"]):
+            notes.append(PACKED)
+            name = "padding_free"
         try:
             found = ours(name, given, known, notes)
         except ConfigError as error:
@@ -347,6 +354,8 @@ def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str])
         idle = (*idle, "checkpointing_reentrant")
     if _is_on(values, "packing"):
         idle = (*idle, "padding_free")
+    if values.get("rlhf_type", ["dpo"])[0] in REWARDED:  # an epoch has whole batches of answers
+        idle = (*idle, "drop_last")
     if not _answers(values):
         idle = (*idle, *OF_ANSWERS)
     if not (_is_on(values, "keep_best") or "early_stop" in values):

@@ -152,7 +152,7 @@ HARMLESS = {
 # What to do instead of an option that is not here.
 INSTEAD = {
     "norm_bbox": "boxes are written in thousandths or in pixels, as each family of models knows them",
-    "packing": "only 'shardproof sft' packs rows; of pairs, --padding-free leaves padding out, too",
+    "packing": "only 'shardproof sft' packs rows; --padding-free leaves padding out in rlhf, too",
     "train_dataloader_shuffle": "rows are shuffled in each epoch, always (but not with --streaming"
     " --shuffle-buffer-size 0)",
     **dict.fromkeys(
