@@ -322,6 +322,16 @@ def test_rewards_are_scaled_as_they_are_there(theirs, ours):
     assert config.scale_rewards == ours
 
 
+def test_advantages_have_the_names_that_they_have_there():
+    said = "swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs format --beta 0.001 --kl_in_reward true"
+    command, _, missing = swift.translate(f"{said} --advantage_estimator reinforce_plus_plus --scale_rewards batch")
+    assert missing == []
+    expected = {"--advantage-estimator": "reinforce_plus_plus", "--kl-in-reward": "true", "--scale-rewards": "batch"}
+    assert expected.items() <= options(command).items()
+    config, _ = training.parse(RlhfConfig, "", ["--rlhf_type", "grpo", "--scale_rewards", "gdpo"])
+    assert config.trl_arguments == {"multi_objective_aggregation": "normalize_then_sum"}
+
+
 def test_what_is_done_in_towers_is_not_said_to_be_left_out():
     _, notes, missing = swift.translate("swift sft --model m --dataset d --vit_gradient_checkpointing false")
     assert missing == []

@@ -235,7 +235,9 @@ def _max_steps(values: list[str]) -> Ours:
 
 
 def _scale_rewards(values: list[str]) -> Ours:
-    """It was yes or no before it named a group, in TRL, too."""
+    """It was yes or no before it named a group, in TRL, too; GDPO scales the rewards of each function by themselves."""
+    if " ".join(values).lower() == "gdpo":
+        return [("trl_arguments", ["multi_objective_aggregation=normalize_then_sum"])]
     meant = {"true": "group", "false": "none"}
     return [("scale_rewards", [meant.get(value.lower(), value) for value in values])]
 

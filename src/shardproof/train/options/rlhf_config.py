@@ -122,8 +122,23 @@ class RlhfConfig(RunConfig):
         r"(?s).*####\s*\$?-?[\d,]*\.?\d+\s*",
         "regular expression that an answer as a whole must match for the reward 'format'",
     )
-    scale_rewards: Literal["group", "batch", "none"] = option(
-        "Rewards", "group", "divide rewards by their standard deviation in a prompt's group, or in the batch (grpo)"
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus"] = option(
+        "Rewards",
+        "grpo",
+        "compare an answer with all to its prompt, or with the others (rloo); reinforce_plus_plus scales by what that"
+        " gives (grpo)",
+    )
+    scale_rewards: Literal["auto", "group", "batch", "none"] = option(
+        "Rewards",
+        "auto",
+        "divide rewards by their standard deviation in a prompt's group, or in the batch (grpo; auto: group, with"
+        " --advantage-estimator rloo none, with reinforce_plus_plus batch)",
+    )
+    kl_in_reward: bool | None = option(
+        "Rewards",
+        None,
+        "take the distance to the reference off the reward of an answer, and not into the loss (grpo; default: no, with"
+        " another --advantage-estimator than grpo yes)",
     )
 
     num_generations: int | None = option("Generation", None, "answers per prompt (default: 8; rloo, ppo 2)", ge=2)
@@ -216,6 +231,17 @@ class RlhfConfig(RunConfig):
     def generations(self) -> int:
         """Answers to each prompt in a batch."""
         return self.num_generations or (8 if self.rlhf_type == "grpo" else 2)
+
+    @property
+    def scaled_by(self) -> str:
+        """What rewards are divided by the deviation of."""
+        usual = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}[self.advantage_estimator]
+        return usual if self.scale_rewards == "auto" else self.scale_rewards
+
+    @property
+    def distance_in_reward(self) -> bool:
+        """Whether the distance to the reference is a part of rewards in grpo."""
+        return self.advantage_estimator != "grpo" if self.kl_in_reward is None else self.kl_in_reward
 
     @property
     def evaluated(self) -> bool:

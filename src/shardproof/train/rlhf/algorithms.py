@@ -55,7 +55,12 @@ ALGORITHMS = {
     "simpo": Algorithm("trl.experimental.cpo:CPOTrainer", "trl.experimental.cpo:CPOConfig", PAIRS, cuts=_END),
     "cpo": Algorithm("trl.experimental.cpo:CPOTrainer", "trl.experimental.cpo:CPOConfig", PAIRS, cuts=_END),
     "rm": Algorithm("trl:RewardTrainer", "trl:RewardConfig", PAIRS),
-    "grpo": Algorithm("trl:GRPOTrainer", "trl:GRPOConfig", PROMPTS, ((*_REWARD[0], "environments"),)),
+    "grpo": Algorithm(
+        "shardproof.train.rlhf.advantages:GrpoTrainer",
+        "shardproof.train.rlhf.advantages:GrpoConfig",
+        PROMPTS,
+        ((*_REWARD[0], "environments"),),
+    ),
     "rloo": Algorithm("trl:RLOOTrainer", "trl:RLOOConfig", PROMPTS, _REWARD),
     "gkd": Algorithm(
         "trl.experimental.gkd:GKDTrainer",
@@ -103,7 +108,7 @@ MEANT_FOR: dict[str, tuple[str, ...]] = {
     "top_p": REWARDED,
     "top_k": REWARDED,
     "repetition_penalty": REWARDED,
-    "scale_rewards": ("grpo",),
+    **dict.fromkeys(("advantage_estimator", "scale_rewards", "kl_in_reward"), ("grpo",)),
     "delta": ("grpo",),
     **dict.fromkeys(("dynamic_sample", "max_resample_times"), ("grpo", "rloo")),
     **dict.fromkeys(("tools", "environments", "max_tool_calling_iterations"), ("grpo",)),
@@ -356,7 +361,8 @@ def _generating(config: RlhfConfig, batch: Batch) -> dict[str, Any]:
         "log_multimodal": False,  # we show places of pictures; TRL would gather them on the ranks that have some
     }
     if config.rlhf_type == "grpo":
-        own |= {"loss_type": _one(config), "scale_rewards": config.scale_rewards, "delta": config.delta}
+        own |= {"loss_type": _one(config), "scale_rewards": config.scaled_by, "delta": config.delta}
+        own |= {"advantage_estimator": config.advantage_estimator, "kl_in_reward": config.distance_in_reward}
         own["importance_sampling_level"] = config.importance_sampling_level
         own["max_tool_calling_iterations"] = config.max_tool_calling_iterations
     if config.use_vllm:

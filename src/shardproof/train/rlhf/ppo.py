@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 from shardproof.models.checkpointing import enable_checkpointing
+from shardproof.train.rlhf.advantages import ByDistance, joined
 from shardproof.zero.device import widest_float
 
 
@@ -39,15 +40,15 @@ class PpoConfig(GRPOConfig):
     value_clip: float = field(default=0.2)
 
 
-class PpoTrainer(GRPOTrainer):
+class PpoTrainer(ByDistance):
     """GRPO's trainer with a value model: one of transformers' token classifiers, with one label."""
 
     _tag_names = ("trl", "ppo")
     _name = "PPO"
+    kl_in_reward = True
 
     def __init__(self, *args: Any, value_model: Any, **kwargs: Any) -> None:
         self.value_model: Any = value_model
-        self.beta: float
         self.also_trained = (value_model,)
         for module in value_model.modules():
             if isinstance(module, nn.Dropout):
@@ -69,37 +70,24 @@ class PpoTrainer(GRPOTrainer):
             optimizer.add_param_group({"params": parameters, "weight_decay": weight_decay})
         return optimizer
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._rewards = super()._calculate_rewards(*args, **kwargs)
-        return self._rewards
-
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """GRPO's batch, with an advantage for each token (B, T) in place of one for each answer (B,)."""
         output = super()._generate_and_score_completions(inputs)
         mask = output["completion_mask"].float()
         with torch.no_grad():
             values = self._values(output) * mask
-            if "old_per_token_logps" not in output:
-                output["old_per_token_logps"] = self._logps(output)
-        begin = self.accelerator.process_index * len(mask)
-        weighted = (self._rewards * self.reward_weights.to(mask.device)).nansum(dim=1)
+        output["old_per_token_logps"] = self._old_logps(output)
         rewards = torch.zeros_like(mask)
         if self.beta:
-            distance = (output["old_per_token_logps"] - output["ref_per_token_logps"]) * mask
-            rewards -= self.beta * distance
-            self._record("kl", distance.sum(), mask.sum())
+            rewards -= self.beta * self._distance(output, mask)
         last = (mask.sum(dim=1) - 1).clamp(min=0).long()
-        rewards[torch.arange(len(mask)), last] += weighted[begin : begin + len(mask)]
-        advantages = advantages_of(rewards, values, mask, self.args.gamma, self.args.gae_lambda)
+        rewards[torch.arange(len(mask)), last] += self._mine(self._weighted(), len(mask)).nan_to_num(nan=0.0)
+        advantages = over_tokens(rewards, values, mask, self.args.gamma, self.args.gae_lambda)
         returns = advantages + values
         return output | {"advantages": self._whitened(advantages, mask), "returns": returns, "values": values}
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        beta, self.beta = self.beta, 0.0  # the distance to the reference is in the rewards
-        try:
-            loss = super()._compute_loss(model, inputs)
-        finally:
-            self.beta = beta
+        loss = super()._compute_loss(model, inputs)
         mask, returns, before = inputs["completion_mask"].float(), inputs["returns"], inputs["values"]
         values = self._values(inputs)
         bounded = before + (values - before).clamp(-self.args.value_clip, self.args.value_clip)
@@ -113,19 +101,13 @@ class PpoTrainer(GRPOTrainer):
 
     def _values(self, batch: dict[str, Any]) -> torch.Tensor:
         """What the rest is worth before each token of the answer is written (B, T)."""
-        ids, mask = _joined(batch)
+        ids, mask = joined(batch)
         values = self.value_model(input_ids=ids, attention_mask=mask, **self.beside(batch)).logits[..., 0].float()
         return values[:, -batch["completion_ids"].size(1) - 1 : -1]
 
     def beside(self, batch: dict[str, Any]) -> dict[str, Any]:
         """What the models take beside the tokens of a batch."""
         return {}
-
-    def _logps(self, batch: dict[str, Any]) -> torch.Tensor:
-        ids, mask = _joined(batch)
-        size = self.args.per_device_train_batch_size
-        keep = batch["completion_ids"].size(1)
-        return self._get_per_token_logps_and_entropies(self.model, ids, mask, keep, batch_size=size)[0]
 
     def _whitened(self, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Mean 0 and spread 1 over the tokens of all ranks."""
@@ -137,13 +119,8 @@ class PpoTrainer(GRPOTrainer):
         spread = max(squares / max(count, 1.0) - mean**2, 0.0) ** 0.5
         return (advantages - mean) / (spread + 1e-8) * mask
 
-    def _record(self, name: str, total: torch.Tensor, count: torch.Tensor) -> None:
-        sums = self.accelerator.reduce(torch.stack([total.detach(), count]), reduction="sum")
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode][name].append((sums[0] / sums[1].clamp(min=1.0)).item())
 
-
-def advantages_of(
+def over_tokens(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, gae_lambda: float
 ) -> torch.Tensor:
     """Generalised advantage estimation over the tokens of answers (B, T), which end where the mask does."""
@@ -158,12 +135,6 @@ def advantages_of(
         after = values[:, t] * mask[:, t]
         advantages[:, t] = ahead
     return advantages
-
-
-def _joined(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts and answers behind each other: ids and mask (B, P + T)."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    return ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
 
 
 class _ZeroGradients(TrainerCallback):

@@ -117,7 +117,7 @@ _KINDS: dict[str, type[RlhfMixin]] = {
     "CPOTrainer": Contrasted,
     "RewardTrainer": Scored,
     "GKDTrainer": Distilled,
-    "GRPOTrainer": Generating,
+    "GrpoTrainer": Generating,
     "RLOOTrainer": Generating,
     "PpoTrainer": Generating,
 }

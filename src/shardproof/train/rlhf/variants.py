@@ -74,7 +74,10 @@ BESIDE: dict[str, tuple[_NEEDS, str]] = {
         lambda config: config.trl_arguments.get("f_divergence_type") == "alpha_divergence",
         "--trl-arguments f_divergence_type=alpha_divergence",
     ),
-    "use_bias_correction_kl": (lambda config: refers(config), "--beta above 0"),
+    "use_bias_correction_kl": (
+        lambda config: refers(config) and not config.distance_in_reward,
+        "--beta above 0 and a distance in the loss",
+    ),
     **dict.fromkeys(("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"), _ADAPTIVE),
     **dict.fromkeys(
         ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
@@ -85,6 +88,7 @@ BESIDE: dict[str, tuple[_NEEDS, str]] = {
 OPTIONS_BESIDE: dict[str, tuple[_NEEDS, str]] = {
     "max_tool_calling_iterations": (lambda config: config.tools or config.environments, "--tools or --environments"),
     "max_resample_times": (lambda config: config.dynamic_sample, "--dynamic-sample"),
+    "kl_in_reward": (lambda config: not config.kl_in_reward or refers(config), "--beta above 0"),
 }
 # What TRL has an f-divergence for, and cannot weigh by how likely answers are.
 DIVERGING = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
@@ -127,6 +131,8 @@ def check_variant(config: RlhfConfig) -> None:
             raise ConfigError(f"{flag(name)} are all 0: nothing would be learnt. Give one of them another weight.")
     if kind == "dpo":
         _check_dpo(config, losses)
+    if kind == "grpo":
+        _check_advantages(config)
 
 
 def _all_by_beta(config: RlhfConfig, losses: list[str]) -> bool:
@@ -188,6 +194,23 @@ def _check_dpo(config: RlhfConfig, losses: list[str]) -> None:
         raise ConfigError(
             f"--trl-arguments use_weighting=True and --loss-type {others[0]}: TRL does not weigh this loss. Leave one"
             " of them out."
+        )
+
+
+def _check_advantages(config: RlhfConfig) -> None:
+    apart = config.trl_arguments.get("multi_objective_aggregation") == "normalize_then_sum"
+    in_reward = config.distance_in_reward and refers(config)
+    if apart and (in_reward or config.advantage_estimator != "grpo" or _said(config, "scale_rewards")):
+        others = ("scale_rewards", "advantage_estimator", "kl_in_reward")
+        said = next(filter(None, (_said(config, name) for name in others)))
+        raise ConfigError(
+            f"--trl-arguments multi_objective_aggregation=normalize_then_sum and {said}: it scales the rewards of each"
+            " function by themselves, and compares their sum with that of all. Leave one of them out."
+        )
+    if in_reward and config.dynamic_sample:
+        raise ConfigError(
+            "--dynamic-sample asks others in the place of questions whose answers are worth the same, and where the"
+            " distance to the reference is a part of rewards none are. Leave it out, or give --kl-in-reward no."
         )
 
 

@@ -1,0 +1,129 @@
+"""GRPO with other advantages than TRL's: other baselines and scales, and the distance to the reference in the reward.
+
+What answers are worth is known of all ranks before advantages are made, so these are the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import nanstd
+
+
+@dataclass
+class GrpoConfig(GRPOConfig):
+    """GRPO's arguments and those of its advantages.
+
+    Attributes:
+        advantage_estimator: what an answer is compared with, see `advantages_of`.
+        kl_in_reward: whether the distance to the reference is taken off the reward of an answer, and is no part of the
+            loss.
+    """
+
+    advantage_estimator: str = field(default="grpo")
+    kl_in_reward: bool = field(default=False)
+
+
+class ByDistance(GRPOTrainer):
+    """GRPO's trainer whose distance to the reference is taken off rewards, where `kl_in_reward` says so."""
+
+    kl_in_reward: bool
+    beta: float
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._rewards: torch.Tensor = super()._calculate_rewards(*args, **kwargs)
+        return self._rewards
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        beta, self.beta = self.beta, 0.0 if self.kl_in_reward else self.beta
+        try:
+            return super()._compute_loss(model, inputs)  # type: ignore[no-any-return]
+        finally:
+            self.beta = beta
+
+    def _weighted(self) -> torch.Tensor:
+        """What each answer of all ranks is worth (N,); NaN where nobody says."""
+        rewards = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(dim=1)
+        return rewards.masked_fill(self._rewards.isnan().all(dim=1), torch.nan)
+
+    def _mine(self, of_all: torch.Tensor, rows: int) -> torch.Tensor:
+        """Of a tensor of the answers of all ranks those of this one, which has so many."""
+        return of_all[self.accelerator.process_index * rows :][:rows]
+
+    def _old_logps(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Log-probabilities of the tokens of answers when they were written (B, T)."""
+        if (known := batch.get("old_per_token_logps")) is not None:
+            return known  # type: ignore[no-any-return]
+        ids, mask = joined(batch)
+        size = self.args.per_device_train_batch_size
+        with torch.no_grad():
+            keep = batch["completion_ids"].size(1)
+            logps: torch.Tensor = self._get_per_token_logps_and_entropies(self.model, ids, mask, keep, size)[0]
+        return logps
+
+    def _distance(self, batch: dict[str, Any], mask: torch.Tensor) -> torch.Tensor:
+        """To the reference, of the tokens that `mask` has (B, T): the first-order estimate, as in TRL's RLOO."""
+        distance = (self._old_logps(batch) - batch["ref_per_token_logps"]) * mask
+        self._record("kl", distance.sum(), mask.sum())
+        return distance
+
+    def _record(self, name: str, total: torch.Tensor, count: torch.Tensor) -> None:
+        sums = self.accelerator.reduce(torch.stack([total.detach(), count]), reduction="sum")
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode][name].append((sums[0] / sums[1].clamp(min=1.0)).item())
+
+
+class GrpoTrainer(ByDistance):
+    """GRPO's trainer with one of these estimators."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.kl_in_reward = kwargs["args"].kl_in_reward
+        super().__init__(*args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        estimator, rows = self.args.advantage_estimator, len(output["advantages"])
+        if estimator == "grpo" and not self.kl_in_reward:
+            return output
+        rewards = self._weighted()
+        if self.kl_in_reward and self.beta:
+            mask = (output["completion_mask"] * output.get("tool_mask", 1)).float()
+            rewards = rewards - self.beta * self.accelerator.gather(self._distance(output, mask).sum(dim=1))
+        answers = self.num_generations if self.model.training else self.num_generations_eval
+        advantages = advantages_of(rewards, answers, estimator, self.args.scale_rewards)
+        told = self._logs["advantages"]
+        for _ in advantages:  # TRL's own
+            told.pop()
+        told.extend(advantages.tolist())
+        return output | {"advantages": self._mine(advantages, rows)}
+
+
+def advantages_of(rewards: torch.Tensor, answers: int, estimator: str, scale: str) -> torch.Tensor:
+    """How much better each answer is than others (N,), 0 where nobody says what it is worth.
+
+    Args:
+        rewards: of all answers (N,), those to one question behind each other; NaN where nobody says.
+        answers: to each question.
+        estimator: `grpo` compares with the mean of a question's answers; `rloo` with that of the others
+            (https://arxiv.org/abs/2402.14740); `reinforce_plus_plus` is `grpo`, but scales by what it has found
+            (https://arxiv.org/abs/2501.03262).
+        scale: by the deviation of a question's answers (`group`), of all (`batch`), or not (`none`).
+    """
+    grouped = rewards.view(-1, answers)
+    found = grouped - grouped.nanmean(dim=1, keepdim=True)
+    if estimator == "rloo":
+        known = (~grouped.isnan()).sum(dim=1, keepdim=True)
+        found = found * known / (known - 1)
+    if scale != "none":
+        scaled = found if estimator == "reinforce_plus_plus" else grouped
+        found = found / ((nanstd(scaled) if scale == "batch" else nanstd(scaled, dim=1, keepdim=True)) + 1e-4)
+    return found.view(-1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def joined(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts and answers behind each other: ids and mask (B, P + T)."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    return ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)

@@ -1,0 +1,113 @@
+"""Advantages of GRPO beyond TRL's: those that are computed by hand, and the same on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Any
+
+import pytest
+
+from shardproof.errors import ConfigError
+from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.rlhf.variants import check_variant
+from train.rlhf.algorithms import series_of
+from train.rlhf.test_same_losses import ALGORITHMS, CHECKPOINTED, COMMON, SHARED, check
+
+REWARDS = [1.0, 3.0, 2.5, 0.5, 0.0, 0.0, 7.0, 1.0]  # two questions
+ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus")
+
+
+def by_hand(rewards: list[float], answers: int, estimator: str, scale: str) -> list[float]:
+    groups = [rewards[i : i + answers] for i in range(0, len(rewards), answers)]
+    found = []
+    for group in groups:
+        for i, reward in enumerate(group):
+            others = [*group[:i], *group[i + 1 :]] if estimator == "rloo" else group
+            found.append(reward - statistics.mean(others))
+    if scale == "none":
+        return found
+    scaled = found if estimator == "reinforce_plus_plus" else rewards
+    if scale == "batch":
+        return [one / (statistics.stdev(scaled) + 1e-4) for one in found]
+    its = [scaled[i // answers * answers :][:answers] for i in range(len(rewards))]
+    return [one / (statistics.stdev(group) + 1e-4) for one, group in zip(found, its, strict=True)]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_advantages_are_those_of_the_papers(estimator: str, scale: str) -> None:
+    import torch
+
+    from shardproof.train.rlhf.advantages import advantages_of
+
+    found = advantages_of(torch.tensor(REWARDS), 4, estimator, scale)
+    assert found.tolist() == pytest.approx(by_hand(REWARDS, 4, estimator, scale), abs=1e-6)
+    silent = torch.tensor([1.0, torch.nan, 3.0, torch.nan, 5.0, torch.nan, torch.nan, torch.nan])
+    found = advantages_of(silent, 4, estimator, scale).tolist()
+    assert [found[i] for i in (1, 3, 4, 5, 6, 7)] == [0.0] * 6, "nobody judged these, or nothing is beside them"
+    assert found[2] == -found[0] > 0
+
+
+def told(prepared: list[Any]) -> list[list[dict[str, Any]]]:
+    """Train on this rank; what is written down of answers."""
+    series_of(prepared)
+    files = [run.folder / "completions.jsonl" for run in prepared]
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_answers_have_them_with_the_distance_to_the_reference(rlhf: Any, estimator: str) -> None:
+    """Before the first step the reference is the model; then it takes something off, by which means stay 0."""
+    shape: dict[str, Any] = {"stage": 0, "per_device_batch_size": 8, "max_steps": 2, "num_generations": 4}
+    shape["learning_rate"] = 1e-2
+    away = {**shape, "advantage_estimator": estimator, "kl_in_reward": True, "beta": 30.0}
+    near = {**away, "beta": 1e-9}
+    far, close = rlhf(1, [away, near], *COMMON, *ALGORITHMS["grpo"], find=told)
+    scale = RlhfConfig(advantage_estimator=estimator).scaled_by
+    for written in (close[:8], far[:8], close[8:]):
+        rewards = [sum(row["rewards"].values()) for row in written]
+        expected = by_hand(rewards, 4, estimator, scale)
+        assert [row["advantage"] for row in written] == pytest.approx(expected, abs=1e-3)
+    rewards = [sum(row["rewards"].values()) for row in far[8:]]
+    changed = [row["advantage"] for row in far[8:]]
+    assert changed != pytest.approx(by_hand(rewards, 4, estimator, scale), abs=1e-2)
+    assert sum(changed) == pytest.approx(0.0, abs=1e-3)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rloo": {"advantage_estimator": "rloo"},
+    "reinforce++": {"advantage_estimator": "reinforce_plus_plus"},
+    "grpo": {"kl_in_reward": True, "tuner": "lora", "lora_rank": 4, "num_iterations": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", VARIANTS)
+def test_the_numbers_are_those_of_one_process(rlhf: Any, what: str) -> None:
+    """Of the deviation over all ranks, too."""
+    records = check(rlhf, "grpo", [{"stage": 3}, CHECKPOINTED[1], {"stage": 1, **SHARED}], **VARIANTS[what])
+    assert records[-1]["kl"] != 0
+    check(rlhf, "grpo", [{"stage": 3}], ranks=4, **VARIANTS[what])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"kl_in_reward": True}, "--kl-in-reward means nothing without --beta above 0"),
+        ({"advantage_estimator": "rloo", "beta": 0.1, "dynamic_sample": True}, "give --kl-in-reward no"),
+        (
+            {"advantage_estimator": "rloo", "trl_arguments": {"multi_objective_aggregation": "normalize_then_sum"}},
+            "normalize_then_sum and --advantage-estimator",
+        ),
+        (
+            {"advantage_estimator": "rloo", "beta": 0.1, "trl_arguments": {"use_bias_correction_kl": True}},
+            "without --beta above 0 and a distance in the loss",
+        ),
+    ],
+)
+def test_what_would_decide_nothing_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        check_variant(RlhfConfig(rlhf_type="grpo", reward_funcs=["length"], **options))
+    check_variant(RlhfConfig(rlhf_type="grpo", reward_funcs=["length"], kl_in_reward=False))
