@@ -187,6 +187,25 @@ def test_answers_that_no_environment_judges_are_told(pools: Any, caller: Path, t
     assert not nothing
 
 
+def test_a_second_try_is_one(caller: Path, tmp_path: Path) -> None:
+    """The example for schedulers of ms-swift."""
+    example = f"{Path(__file__).parents[3]}/examples/rlhf/second_try.py:SecondTry"
+    rows = [{"query": "What is 12 * 12?", "solution": "144"}] * 4
+    options = [*unrewarded(acting(caller, tmp_path, rows=rows)), example, "--max-tool-calling-iterations", "2"]
+    assert len(prepared_for(options, 1, [{}], tmp_path / "out")[0].rows) == 4
+    question = factory_of([example])()
+    assert "two tries" in question.reset(**rows[0], prompt="?")
+    assert question.get_reward() == 0.0
+    assert question.submit("124").startswith("That is wrong. Look")
+    assert question.get_reward() == 0.0
+    assert question.submit(" 144 ") == "Right."
+    assert question.get_reward() == 0.8
+    question.reset(**rows[0])
+    assert question.submit("144") == "Right."
+    assert question.get_reward() == 1.0
+    assert [question.submit("1"), question.submit("144"), question.get_reward()][2] == 0.0, "a third try"
+
+
 def test_the_example_is_one(caller: Path, tmp_path: Path) -> None:
     """What the model is told of it, and what it plays."""
     example = f"{Path(__file__).parents[3]}/examples/rlhf/guessing.py:Guessing"
