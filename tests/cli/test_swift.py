@@ -332,6 +332,31 @@ def test_advantages_have_the_names_that_they_have_there():
     assert config.trl_arguments == {"multi_objective_aggregation": "normalize_then_sum"}
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("--multi_turn_scheduler math_tip_trick", "a scheduler becomes a class that answers of grpo call"),
+        ("--max_turns 3", "--max-turns N is then --max-tool-calling-iterations N-1"),
+        ("--gym_env sudoku", "--environments FILE.py:CLASS lets answers of grpo act in a world"),
+        ("--reward_model_plugin genrm", "what judges in words is a function of your own, --reward-funcs FILE.py"),
+        ("--stop_words Observation:", "answers end with the model's own end, and at a call of --tools"),
+    ],
+)
+def test_what_is_done_in_another_way_is_told(said, told):
+    *_, (reason,) = swift.translate(f"swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs format {said}")
+    assert told in reason
+
+
+def test_a_teacher_of_tokens_is_brought_over():
+    said = "swift rlhf --rlhf_type grpo --model m --dataset d --teacher_model t --num_generations 1 --use_vllm true"
+    command, notes, missing = swift.translate(
+        f"{said} --vllm_limit_mm_per_prompt '{{}}' --log_rollout_offpolicy_metrics true"
+    )
+    assert missing == []
+    assert {"--teacher-model": "t", "--num-generations": "1"}.items() <= options(command).items()
+    assert any(note.startswith("--log-rollout-offpolicy-metrics is left out") for note in notes)
+
+
 def test_what_is_done_in_towers_is_not_said_to_be_left_out():
     _, notes, missing = swift.translate("swift sft --model m --dataset d --vit_gradient_checkpointing false")
     assert missing == []

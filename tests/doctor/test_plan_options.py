@@ -524,6 +524,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "cpo of many tokens": {"precision": "fp32", "cpo_alpha": 0.5},
     "rm": {},
     "gkd": {"lmbda": 0.0},
+    "gkd besides sft": {"lmbda": 0.0, "sft_alpha": 0.1},
     "gkd of its own answers": {"lmbda": 1.0, "max_completion_length": 64},
     "grpo": {"reward_funcs": ["length"], "num_generations": 4, "max_completion_length": 64, "beta": 0.1},
 }

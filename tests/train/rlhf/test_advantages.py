@@ -10,6 +10,7 @@ import pytest
 
 from shardproof.errors import ConfigError
 from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.rlhf.algorithms import check_algorithm
 from shardproof.train.rlhf.variants import check_variant
 from train.rlhf.algorithms import series_of
 from train.rlhf.test_same_losses import ALGORITHMS, CHECKPOINTED, COMMON, SHARED, check
@@ -111,3 +112,60 @@ def test_what_would_decide_nothing_is_refused(options: dict[str, Any], text: str
     with pytest.raises(ConfigError, match=text):
         check_variant(RlhfConfig(rlhf_type="grpo", reward_funcs=["length"], **options))
     check_variant(RlhfConfig(rlhf_type="grpo", reward_funcs=["length"], kl_in_reward=False))
+
+
+ALONE: dict[str, Any] = {"reward_funcs": []}
+TAUGHT: dict[str, dict[str, Any]] = {
+    "one answer each": {**ALONE, "num_generations": 1},
+    "with rewards": {"teacher_kl_coef": 0.3, "tuner": "lora", "lora_rank": 4},
+    "learnt from again": {**ALONE, "num_iterations": 2, "model_stages": {"teacher_model": 0}},
+}
+BY_OTHER = [*COMMON, *ALGORITHMS["grpo"], "--teacher-model", "MODELS/other"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", TAUGHT)
+def test_what_a_teacher_says_is_the_same_on_any_number_of_ranks(rlhf: Any, what: str) -> None:
+    shape = {"per_device_batch_size": 2, **TAUGHT[what]}
+    (one,) = rlhf(1, [{"stage": 0, "gradient_accumulation_steps": 2, **shape}], *BY_OTHER)
+    ways = [{**shape, **way} for way in ({"stage": 3}, CHECKPOINTED[1], {"stage": 2, **SHARED})]
+    for two in rlhf(2, ways, *BY_OTHER):
+        for name in ("loss", "teacher_kl", "grad_norm"):
+            mine, one_s = ([r[name] for r in records if name in r] for records in (two, one))
+            assert mine == pytest.approx(one_s, rel=2e-4, abs=1e-5), name
+    assert all(record["grad_norm"] > 1e-2 for record in one)
+    assert one[0]["teacher_kl"] > 1e-3
+
+
+@pytest.mark.slow
+def test_a_teacher_is_come_nearer_to(rlhf: Any) -> None:
+    """And one that is the model itself has nothing to say at first."""
+    learns = {**ALONE, "temperature": 1.0, "beta": 0.0, "num_generations": 8, "per_device_batch_size": 96, "stage": 0}
+    (near,) = rlhf(1, [{**learns, "max_steps": 12, "learning_rate": 1e-3}], *BY_OTHER)
+    distances = [record["teacher_kl"] for record in near if "teacher_kl" in record]
+    assert distances[-1] < 0.7 * distances[0]
+    (itself,) = rlhf(1, [{**learns, "max_steps": 1}], *BY_OTHER[:-1], "MODELS/policy")
+    assert itself[0]["teacher_kl"] == pytest.approx(0, abs=1e-6)
+    assert itself[0]["grad_norm"] == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_generations": 1, "reward_funcs": ["length"]}, "with a --teacher-model and no rewards, or take 2"),
+        ({"dynamic_sample": True}, "--dynamic-sample and --teacher-model: it goes by the advantage of a whole answer"),
+        ({"loss_type": ["vespo"]}, "--loss-type vespo and --teacher-model"),
+        ({"teacher_model": None, "teacher_kl_coef": 2.0}, "--teacher-kl-coef means nothing without --teacher-model"),
+        (
+            {"rlhf_type": "rloo", "reward_funcs": ["length"]},
+            "--teacher-model means nothing to --rlhf-type rloo; it is for gkd, grpo",
+        ),
+        ({"per_device_batch_size": 1, "num_generations": 1}, "One answer is generated at once"),
+        ({"teacher_model": None}, "needs --reward-funcs or --reward-model or --environments or --teacher-model"),
+    ],
+)
+def test_what_no_teacher_is_for_is_refused(options: dict[str, Any], text: str) -> None:
+    given = {"rlhf_type": "grpo", "teacher_model": "t", "num_generations": 2, **options}
+    config = RlhfConfig(**{**given, **({"reward_funcs": ["length"]} if "teacher_kl_coef" in options else {})})
+    with pytest.raises(ConfigError, match=text):
+        check_algorithm(config, config.batch(1))

@@ -274,6 +274,20 @@ def test_micro_batches_of_written_answers_have_one_mean(rlhf: Any, files: dict[s
         assert three[key] == pytest.approx(one[key], rel=1e-4)
 
 
+@pytest.mark.slow
+def test_what_a_teacher_is_asked_of_may_be_learnt_besides(rlhf: Any) -> None:
+    """As in sft, and nothing of what the student has written."""
+    check(rlhf, "gkd", [{"stage": 3}, CHECKPOINTED[1]], sft_alpha=0.5)
+    of_student = {"lmbda": 0.9999, "max_completion_length": 6}
+    ways = [{"sft_alpha": alpha, **more} for more in ({}, of_student) for alpha in (0.0, 0.5, 1.0)]
+    shape = {"max_steps": 1, "stage": 0, "per_device_batch_size": 12}
+    found = rlhf(1, [{**shape, **way} for way in ways], *COMMON, *ALGORITHMS["gkd"])
+    without, half, whole, *own = (records[0]["loss"] for records in found)
+    assert whole - without == pytest.approx(2 * (half - without), rel=1e-4)
+    assert whole - without == pytest.approx(math.log(1024), rel=0.1), "an untrained model knows no token"
+    assert own == [own[0]] * 3
+
+
 SHARED = {"sequence_parallel": 2, "gradient_accumulation_steps": 2}  # two ranks have the rows of one
 OFFLINE = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("kto", "orpo", "simpo", "cpo", "rm")]
 

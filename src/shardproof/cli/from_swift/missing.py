@@ -42,6 +42,7 @@ WITHOUT_EFFECT = {
     "bnb_4bit_compute_dtype": "packed weights are computed with in --precision",
     "use_logits_to_keep": "logits that are not used change no number",
     "vit_gradient_checkpointing": "--gradient-checkpointing is of towers, too, and changes no number",
+    "log_rollout_offpolicy_metrics": "what vLLM says of its answers is compared with what the model says, always",
     "log_entropy": "it is logged where the trainer computes it",
     **dict.fromkeys(
         ("offload_model", "offload_optimizer", "move_model_batches"),
@@ -49,8 +50,11 @@ WITHOUT_EFFECT = {
     ),
     "vllm_enable_lora": "what vLLM is given has the adapters merged",
     **dict.fromkeys(
-        ("vllm_enforce_eager", "vllm_enable_prefix_caching", "vllm_disable_custom_all_reduce"),
-        "vLLM decides it, which changes its speed only",
+        (
+            *("vllm_enforce_eager", "vllm_enable_prefix_caching", "vllm_disable_custom_all_reduce"),
+            *("vllm_speculative_config", "vllm_limit_mm_per_prompt"),
+        ),
+        "vLLM decides it, which changes its speed and memory only",
     ),
     "template": "the tokenizer's own template is used; --chat-template gives another",
     "val_dataset_shuffle": "an evaluation gives the same numbers in any order",
@@ -110,9 +114,9 @@ MISSING = {
             ),
             *("agent_template", "hub_token", "hub_model_id"),
             *("per_device_eval_batch_size", "data_seed", "max_epochs", "multi_turn_scheduler"),
-            *("response_prefix", "use_chat_template", "stop_words", "max_turns", "label_names"),
+            *("response_prefix", "use_chat_template", "stop_words", "max_turns", "gym_env", "label_names"),
             *("problem_type", "router_aux_loss_coef", "experts_impl"),
-            *("sft_alpha", "generation_batch_size", "chord_sft_dataset"),
+            *("generation_batch_size", "chord_sft_dataset"),
             *("shuffle_buffer_size", "download_mode", "local_repo_path", "init_strategy"),
             *("temperature", "top_p", "top_k", "repetition_penalty"),
             *("max_new_tokens", "logprobs", "top_logprobs", "hqq_axis"),
@@ -136,7 +140,6 @@ HARMLESS = {
     "model_kwargs": ("{}",),
     "experts_impl": ("grouped_mm",),
     "use_chat_template": ("true",),
-    "sft_alpha": ("0", "0.0"),
     "router_aux_loss_coef": ("0", "0.0"),
     "download_mode": ("reuse_dataset_if_exists",),
     "lora_dtype": ("float32",),
@@ -155,11 +158,18 @@ INSTEAD = {
     "train_dataloader_shuffle": "rows are shuffled in each epoch, always (but not with --streaming"
     " --shuffle-buffer-size 0)",
     **dict.fromkeys(
-        ("multi_turn_scheduler", "max_turns"), "--tools FILE.py:FUNCTION lets answers of grpo call functions"
+        ("multi_turn_scheduler", "max_turns"),
+        "a scheduler becomes a class that answers of grpo call, --environments FILE.py:CLASS, or a function, --tools;"
+        " --max-turns N is then --max-tool-calling-iterations N-1 (docs/acting.md has an example)",
     ),
     **dict.fromkeys(
-        ("use_gym_env", "gym_env"), "--environments FILE.py:CLASS lets answers of grpo act in a world that judges them"
+        ("use_gym_env", "gym_env"),
+        "--environments FILE.py:CLASS lets answers of grpo act in a world that judges them (docs/acting.md)",
     ),
+    "stop_words": "answers end with the model's own end, and at a call of --tools or --environments; other ends are"
+    " eos_token_id in the model's generation_config.json",
+    "reward_model_plugin": "what judges in words is a function of your own, --reward-funcs FILE.py:FUNCTION, which may"
+    " be async and ask a server of the judge ('vllm serve MODEL')",
     "data_seed": "--seed is that of the order of rows, too",
     "freeze_parameters_ratio": r"--freeze-parameters takes regular expressions for names, such as 'layers\.[0-9]\.'",
     "model_kwargs": "--max-pixels and --max-frames say how much of a file is taken",

@@ -161,7 +161,7 @@ def loss_of_rlhf(config: RlhfDoctorConfig) -> tuple[str, Loss]:
     if config.rlhf_type == "rm":
         return SCORER, "scores"
     if config.rlhf_type == "gkd":
-        return CAUSAL, "distilled"
+        return CAUSAL, "distilled and written" if config.sft_alpha else "distilled"
     alpha = {"orpo": 1.0, "cpo": 1.0, "simpo": 0.0}[config.rlhf_type] if config.cpo_alpha is None else config.cpo_alpha
     return CAUSAL, "contrasted and written" if alpha else "contrasted"
 

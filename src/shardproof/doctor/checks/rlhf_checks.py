@@ -108,7 +108,7 @@ def rewards(records: list[dict[str, Any]]) -> list[Check]:
     seen = ", ".join(shown)
     lengths = [r["completions/mean_length"] for r in records if "completions/mean_length" in r]
     seen += f"; answers of {max(lengths):.0f} tokens" if lengths else ""
-    if not any(r.get("reward_std") for r in records):
+    if not any(r.get("reward_std") or "teacher_kl" in r for r in records):  # a teacher judges tokens
         cause = "All answers to a prompt were worth the same, so nothing was learnt in these steps."
         option = "--reward-funcs, --temperature, --num-generations, or a model that sometimes succeeds"
         return [Check("trial", "rewards", "warn", seen, cause, option)]

@@ -64,7 +64,17 @@ if TYPE_CHECKING:
     from shardproof.doctor.planning.sample import Sample
 
 FROM_START, FROM_END = 3, 2  # segments of each pass that are told apart: reductions are under way for three blocks
-Loss = Literal["text", "scores", "vectors", "last", "fused", "distilled", "contrasted", "contrasted and written"]
+Loss = Literal[
+    "text",
+    "scores",
+    "vectors",
+    "last",
+    "fused",
+    "distilled",
+    "distilled and written",
+    "contrasted",
+    "contrasted and written",
+]
 PASSES = 3  # of a step with more micro-batches: the first, those in the middle, which are alike, and the last
 
 Key = tuple[str, int]
@@ -281,8 +291,8 @@ class Rank:
         labels = inputs.pop("labels")
         if self.loss in ("scores", "vectors", "last"):
             return summed(self.model(**inputs))
-        if self.loss == "distilled":
-            return distilled(self.model(**inputs).logits)
+        if self.loss in ("distilled", "distilled and written"):
+            return distilled(self.model(**inputs).logits, labels, written=self.loss != "distilled")
         if self.loss in ("contrasted", "contrasted and written"):
             return contrasted(self.model(**inputs).logits, labels, written=self.loss != "contrasted")
         return token_mean(self.model(**inputs), labels, 1)

@@ -118,13 +118,15 @@ def autocast_off_on_meta() -> Iterator[None]:
         yield
 
 
-def distilled(logits: torch.Tensor) -> torch.Tensor:
-    """GKD's loss, with a teacher's logits beside them; every token is learnt."""
+def distilled(logits: torch.Tensor, ids: torch.Tensor, written: bool) -> torch.Tensor:
+    """GKD's loss, with a teacher's logits beside them; every token is learnt. `written`: as in sft, too."""
     from trl.experimental.gkd import GKDTrainer
 
     teacher, learnt = torch.empty_like(logits.detach()), torch.ones_like(logits[:, 1:, :1], dtype=torch.bool)
     apart = GKDTrainer.generalized_jsd_loss(logits[:, :-1], teacher[:, :-1], beta=0.5, reduction="none")
     loss: torch.Tensor = torch.where(learnt, apart, 0.0).sum()  # a copy, as of what is learnt
+    if written:
+        loss = loss + torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
     return loss
 
 

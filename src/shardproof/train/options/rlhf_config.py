@@ -82,7 +82,12 @@ class RlhfConfig(RunConfig):
         SAME,
         "with --adapters: adapters of the reference; 'same': these, before training; 'none': the model without any",
     )
-    teacher_model: Named | None = option("Other models", None, "teacher, in gkd")
+    teacher_model: Named | None = option(
+        "Other models", None, "teacher: in gkd of distributions, in grpo of the tokens of answers"
+    )
+    teacher_kl_coef: Finite = option(
+        "Other models", 1.0, "weight of how much more probable a token is to the teacher, as its advantage (grpo)", gt=0
+    )
     reward_model: list[Named] = option(
         "Other models", [], "reward models that score answers; 'rlhf --rlhf-type rm' trains one"
     )
@@ -141,7 +146,7 @@ class RlhfConfig(RunConfig):
         " another --advantage-estimator than grpo yes)",
     )
 
-    num_generations: int | None = option("Generation", None, "answers per prompt (default: 8; rloo, ppo 2)", ge=2)
+    num_generations: int | None = option("Generation", None, "answers per prompt (default: 8; rloo, ppo 2)", ge=1)
     max_completion_length: int = option("Generation", 256, "longest generated answer, in tokens", ge=1)
     temperature: Finite = option("Generation", 1.0, "sampling temperature", gt=0)
     top_p: float = option("Generation", 1.0, "sample from the likeliest tokens that sum up to this", gt=0, le=1)
@@ -202,6 +207,9 @@ class RlhfConfig(RunConfig):
         "gkd and ppo", 0.5, "share of batches for which the student generates the answers, in gkd", ge=0, le=1
     )
     seq_kd: bool = option("gkd and ppo", False, "for the other batches, let the teacher generate the answers, in gkd")
+    sft_alpha: Finite = option(
+        "gkd and ppo", 0.0, "weight of learning answers as in sft besides, but for the student's own, in gkd", ge=0
+    )
     gamma: float = option("gkd and ppo", 1.0, "discount of a reward per token, in ppo", gt=0, le=1)
     gae_lambda: float = option("gkd and ppo", 0.95, "lambda of generalized advantage estimation, in ppo", ge=0, le=1)
     value_weight: Finite = option("gkd and ppo", 0.1, "weight of the value loss, in ppo", ge=0)
@@ -231,6 +239,12 @@ class RlhfConfig(RunConfig):
     def generations(self) -> int:
         """Answers to each prompt in a batch."""
         return self.num_generations or (8 if self.rlhf_type == "grpo" else 2)
+
+    @property
+    def by_teacher_alone(self) -> bool:
+        """Whether nothing but a teacher judges what is generated."""
+        judges = self.reward_funcs or self.reward_model or self.environments
+        return self.rlhf_type == "grpo" and self.teacher_model is not None and not judges
 
     @property
     def scaled_by(self) -> str:

@@ -1,4 +1,5 @@
-"""GRPO with other advantages than TRL's: other baselines and scales, and the distance to the reference in the reward.
+"""GRPO with other advantages than TRL's: other baselines and scales, the distance to the reference in the reward, and
+what a teacher says of each token.
 
 What answers are worth is known of all ranks before advantages are made, so these are the same on any number of ranks.
 """
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from trl import GRPOConfig, GRPOTrainer
-from trl.trainer.utils import nanstd
+from trl.trainer.utils import add_fused_lm_head, nanstd
 
 
 @dataclass
@@ -21,10 +22,17 @@ class GrpoConfig(GRPOConfig):
         advantage_estimator: what an answer is compared with, see `advantages_of`.
         kl_in_reward: whether the distance to the reference is taken off the reward of an answer, and is no part of the
             loss.
+        teacher_kl_coef: the weight of what a teacher says of each token.
     """
 
     advantage_estimator: str = field(default="grpo")
     kl_in_reward: bool = field(default=False)
+    teacher_kl_coef: float = field(default=1.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_generations_eval == 1:  # TRL wants two answers to a prompt at least, and is told of a whole batch
+            self.num_generations = 1
 
 
 class ByDistance(GRPOTrainer):
@@ -55,13 +63,15 @@ class ByDistance(GRPOTrainer):
 
     def _old_logps(self, batch: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities of the tokens of answers when they were written (B, T)."""
-        if (known := batch.get("old_per_token_logps")) is not None:
-            return known  # type: ignore[no-any-return]
+        known: torch.Tensor | None = batch.get("old_per_token_logps")
+        return self._logps(self.model, batch) if known is None else known
+
+    def _logps(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        """What a model says of the tokens of answers (B, T)."""
         ids, mask = joined(batch)
-        size = self.args.per_device_train_batch_size
+        keep, size = batch["completion_ids"].size(1), self.args.per_device_train_batch_size
         with torch.no_grad():
-            keep = batch["completion_ids"].size(1)
-            logps: torch.Tensor = self._get_per_token_logps_and_entropies(self.model, ids, mask, keep, size)[0]
+            logps: torch.Tensor = self._get_per_token_logps_and_entropies(model, ids, mask, keep, size)[0]
         return logps
 
     def _distance(self, batch: dict[str, Any], mask: torch.Tensor) -> torch.Tensor:
@@ -77,28 +87,49 @@ class ByDistance(GRPOTrainer):
 
 
 class GrpoTrainer(ByDistance):
-    """GRPO's trainer with one of these estimators."""
+    """GRPO's trainer with one of these estimators, and with a teacher's judgement of each token, if there is one: how
+    much more probable it is to the teacher, by which the reverse KL divergence is learnt from the model's own answers
+    (https://arxiv.org/abs/2306.08543)."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    teacher_model: Any
+
+    def __init__(self, *args: Any, teacher_model: Any = None, **kwargs: Any) -> None:
         self.kl_in_reward = kwargs["args"].kl_in_reward
         super().__init__(*args, **kwargs)
+        self.teacher_model = teacher_model
+        if teacher_model is not None:
+            add_fused_lm_head(teacher_model, temperature=self.temperature)
+            self.teacher_model = self.accelerator.prepare_model(teacher_model, evaluation_mode=True)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        estimator, rows = self.args.advantage_estimator, len(output["advantages"])
-        if estimator == "grpo" and not self.kl_in_reward:
-            return output
-        rewards = self._weighted()
+        mask = (output["completion_mask"] * output.get("tool_mask", 1)).float()
+        if self.args.advantage_estimator != "grpo" or self.kl_in_reward:
+            output["advantages"] = self._compared(output, mask)
+        if self.teacher_model is not None:
+            output["advantages"] = output["advantages"][:, None] + self.args.teacher_kl_coef * self._taught(
+                output, mask
+            )
+        return output
+
+    def _taught(self, batch: dict[str, Any], mask: torch.Tensor) -> torch.Tensor:
+        """How much more probable the tokens that `mask` has are to the teacher (B, T)."""
+        more = (self._logps(self.teacher_model, batch) - self._old_logps(batch)) * mask
+        self._record("teacher_kl", (more.exp() - more - 1).sum(), mask.sum())  # an estimate that is never below 0
+        return more
+
+    def _compared(self, batch: dict[str, Any], mask: torch.Tensor) -> torch.Tensor:
+        """The advantages of this rank's answers (B,), which are written down in the place of TRL's."""
+        rewards, estimator = self._weighted(), self.args.advantage_estimator
         if self.kl_in_reward and self.beta:
-            mask = (output["completion_mask"] * output.get("tool_mask", 1)).float()
-            rewards = rewards - self.beta * self.accelerator.gather(self._distance(output, mask).sum(dim=1))
+            rewards = rewards - self.beta * self.accelerator.gather(self._distance(batch, mask).sum(dim=1))
         answers = self.num_generations if self.model.training else self.num_generations_eval
         advantages = advantages_of(rewards, answers, estimator, self.args.scale_rewards)
         told = self._logs["advantages"]
         for _ in advantages:  # TRL's own
             told.pop()
         told.extend(advantages.tolist())
-        return output | {"advantages": self._mine(advantages, rows)}
+        return self._mine(advantages, len(mask))
 
 
 def advantages_of(rewards: torch.Tensor, answers: int, estimator: str, scale: str) -> torch.Tensor:

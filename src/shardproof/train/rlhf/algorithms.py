@@ -59,7 +59,7 @@ ALGORITHMS = {
         "shardproof.train.rlhf.advantages:GrpoTrainer",
         "shardproof.train.rlhf.advantages:GrpoConfig",
         PROMPTS,
-        ((*_REWARD[0], "environments"),),
+        ((*_REWARD[0], "environments", "teacher_model"),),
     ),
     "rloo": Algorithm("trl:RLOOTrainer", "trl:RLOOConfig", PROMPTS, _REWARD),
     "gkd": Algorithm(
@@ -91,9 +91,10 @@ MEANT_FOR: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("frozen_stage", "frozen_precision"), (*REFERRED, "gkd")),
     "precompute_ref": ("dpo", "kto"),
     "sync_ref_steps": ("dpo", "kto", "grpo", "rloo"),
-    "teacher_model": ("gkd",),
+    "teacher_model": ("gkd", "grpo"),
+    "teacher_kl_coef": ("grpo",),
     "lmbda": ("gkd",),
-    "seq_kd": ("gkd",),
+    **dict.fromkeys(("seq_kd", "sft_alpha"), ("gkd",)),
     "reward_model": REWARDED,
     "reward_funcs": REWARDED,
     "reward_weights": REWARDED,
@@ -126,7 +127,7 @@ MEANT_FOR: dict[str, tuple[str, ...]] = {
 OTHERS: dict[str, tuple[str, ...]] = {
     "dpo": ("ref_model",),
     "kto": ("ref_model",),
-    "grpo": ("ref_model", "reward_model"),
+    "grpo": ("ref_model", "reward_model", "teacher_model"),
     "rloo": ("ref_model", "reward_model"),
     "ppo": ("ref_model", "reward_model", "value_model"),
     "gkd": ("teacher_model",),
@@ -276,8 +277,8 @@ def _check_others(config: RlhfConfig) -> None:
                 raise ConfigError(
                     f"{flag(option)} ref_model={value}: with --tuner lora the reference is the model without adapters."
                 )
-            if name == "reward_model" and not config.reward_model:
-                raise ConfigError(f"{flag(option)} reward_model={value}: there is no --reward-model.")
+            if name in ("reward_model", "teacher_model") and not getattr(config, name):
+                raise ConfigError(f"{flag(option)} {name}={value}: there is no {flag(name)}.")
     if config.model_precisions.get("value_model") == "fp16" and config.precision != "fp16":
         raise ConfigError("--model-precisions value_model=fp16 needs a scaled loss, which --precision fp16 has.")
 
@@ -287,6 +288,13 @@ def _check_generations(config: RlhfConfig, batch: Batch) -> None:
     whole, readers = batch.micro * batch.readers * steps, f"{batch.readers} process(es)"
     if batch.sequence > 1:
         readers = f"{batch.readers} group(s) of {batch.sequence} processes"
+    if config.generations == 1 and not config.by_teacher_alone:
+        raise ConfigError(
+            "--num-generations 1: rewards of an answer are compared with those of others to its prompt, of which there"
+            " are none. It is for --rlhf-type grpo with a --teacher-model and no rewards, or take 2 or more."
+        )
+    if config.generations == batch.micro * batch.world_size * steps == 1:
+        raise ConfigError("One answer is generated at once: raise --per-device-batch-size or another of the batch.")
     if whole % config.generations:
         raise ConfigError(
             f"{whole} answers are generated at once ({batch.micro} x {steps} micro-batch(es) x {readers}),"
@@ -365,6 +373,10 @@ def _generating(config: RlhfConfig, batch: Batch) -> dict[str, Any]:
         own |= {"advantage_estimator": config.advantage_estimator, "kl_in_reward": config.distance_in_reward}
         own["importance_sampling_level"] = config.importance_sampling_level
         own["max_tool_calling_iterations"] = config.max_tool_calling_iterations
+        own["teacher_kl_coef"] = config.teacher_kl_coef
+    if config.generations == 1:
+        whole = batch.micro * batch.world_size * own["steps_per_generation"]
+        own |= {"num_generations": whole, "num_generations_eval": 1}  # see GrpoConfig
     if config.use_vllm:
         own |= vllm_arguments(config)
         if config.loss_type == ["vespo"]:  # takes probabilities of tokens only

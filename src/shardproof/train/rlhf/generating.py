@@ -41,6 +41,7 @@ class Generating(OfTokens):
     """
 
     _logs: dict[str, Any]  # of TRL
+    teacher_model: Any = None  # that judges tokens
 
     def __init__(
         self,
@@ -251,7 +252,7 @@ class Generating(OfTokens):
         self._tools = [row.get("tools") for row in inputs]  # TRL knows only tools that are functions of its own
         self._prompted = self._prompts.get(self.model.training)
         if self._prompted is None:
-            self.count_from_first_tokens(self.model, self.ref_model, *self.also_trained)
+            self.count_from_first_tokens(self.model, self.ref_model, self.teacher_model, *self.also_trained)
             output = super()._generate_and_score_completions(inputs)
         else:
             output = super()._generate_and_score_completions(self._prompted.begin(inputs))
@@ -304,9 +305,9 @@ class Generating(OfTokens):
 
     def _warn_of_alike(self) -> None:
         """Where for many batches in a row the answers to each question were worth the same. PPO, whose values are
-        trained too, does not compare them."""
+        trained too, does not compare them, and a teacher judges tokens."""
         shares = self._metrics["train"].get("frac_reward_zero_std")  # of all ranks
-        if not shares or not self.model.training or self.also_trained:
+        if not shares or not self.model.training or self.also_trained or self.teacher_model is not None:
             return
         differ = [place for place, share in enumerate(shares, 1) if share < 1]
         self._alike = len(shares) - differ[-1] if differ else self._alike + len(shares)

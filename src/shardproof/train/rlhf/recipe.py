@@ -45,7 +45,7 @@ from shardproof.train.rlhf.pictures import (
     first_with_files,
     marks_of,
 )
-from shardproof.train.rlhf.rewards import check_rewarded, check_rewards, load_rewards
+from shardproof.train.rlhf.rewards import check_rewarded, check_rewards, load_rewards, unrewarded
 from shardproof.train.rlhf.rows import encode, form_of
 from shardproof.train.rlhf.tools import check_tools, load_tools
 from shardproof.train.rlhf.variants import warn_of_dropout
@@ -328,6 +328,8 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
             load(config.external_plugins),
             alone=not (config.reward_model or config.environments),
         )
+        if config.by_teacher_alone:
+            functions = [unrewarded]
         judges = [_load_other("reward_model", m, config, SCORER, **head) for m in config.reward_model]
         more["reward_funcs"] = [*functions, *judges]
         if judges:
@@ -347,8 +349,10 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
     if config.ref_model or (kind in ("dpo", "kto") and config.tuner == "full" and not config.precompute_ref):
         source = config.ref_model or prepared.model
         more["ref_model"] = _load_other("ref_model", source, config, to_shard=not config.precompute_ref)
-    if kind == "gkd" and config.teacher_model:
+    if config.teacher_model:
         more["teacher_model"] = _load_other("teacher_model", config.teacher_model, config)
+    if kind == "gkd":
+        more["sft_alpha"] = config.sft_alpha
     if kind == "ppo":
         source = config.value_model or prepared.model
         more["value_model"] = value = _load_other("value_model", source, config, VALUER, **head)

@@ -67,6 +67,11 @@ def length_reward(longest: int) -> Reward:
     return length
 
 
+def unrewarded(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+    """Of answers that only a teacher judges, by their tokens: TRL wants a reward."""
+    return [0.0] * len(completions)
+
+
 def check_rewards(names: Sequence[str], pattern: str, plugins: bool = False) -> None:
     """Raise ConfigError for a reward function that cannot be found, without running any code.
 
@@ -99,7 +104,7 @@ def check_rewarded(config: RlhfConfig, batch: Batch, rows: Any, val_rows: Any = 
     if config.rlhf_type not in REWARDED:
         return
     steps = config.steps_per_generation or batch.accumulation
-    at_once = batch.micro * batch.world_size * steps // config.generations
+    at_once = batch.micro * batch.readers * steps // config.generations
     if len(rows) < at_once:
         micro_batches = "--steps-per-generation" if config.steps_per_generation else "--gradient-accumulation-steps"
         raise DataError(

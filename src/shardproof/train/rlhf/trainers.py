@@ -68,9 +68,12 @@ class Scored(OfTokens):
 class Distilled(OfTokens):
     """GKD. TRL divides by the number of tokens in the rows as they were read, of all micro-batches of a step. Of
     answers that the student or the teacher writes that is another number, which nobody knows before the last of them:
-    then it is the mean over the tokens of a micro-batch on all ranks."""
+    then it is the mean over the tokens of a micro-batch on all ranks.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    `sft_alpha`: the weight of learning answers as in sft besides, but for those that the student has written."""
+
+    def __init__(self, *args: Any, sft_alpha: float = 0.0, **kwargs: Any) -> None:
+        self._sft_alpha, self._by_student = sft_alpha, False
         super().__init__(*args, **kwargs)
         self.model_accepts_loss_kwargs = True  # so tokens are counted: some models say that theirs does not
         if marks := marks_of(self.processing_class, self.model):
@@ -78,6 +81,7 @@ class Distilled(OfTokens):
 
     def generate_on_policy_outputs(self, model: Any, inputs: dict[str, Any], generation_config: Any) -> Any:
         beside, of_prompts = inputs.get(BESIDE, {}), inputs.get(ASKED, {})
+        self._by_student = model is not self.teacher_model
         asked: Any = SimpleNamespace(generate=functools.partial(model.generate, **{**beside, **of_prompts}))
         made = super().generate_on_policy_outputs(asked, inputs, generation_config)
         more = made[0].shape[1] - inputs["prompts"].shape[1]  # tokens of answers, which are words
@@ -98,8 +102,16 @@ class Distilled(OfTokens):
             share = self.accelerator.gather(mine).sum().clamp(min=1) / self.accelerator.num_processes
             if num_items_in_batch is not None:  # then Trainer does not divide by the micro-batches
                 share = share * self.current_gradient_accumulation_steps
+        own, self._by_student = self._by_student, False
+        alpha = 0.0 if own and model.training else self._sft_alpha
         with also_given(inputs.get(BESIDE, {}), model, self.teacher_model):
-            return super().compute_loss(model, inputs, return_outputs, share)
+            found = super().compute_loss(model, inputs, return_outputs or bool(alpha), share)
+        if not alpha:
+            return found
+        loss, outputs = found
+        logits, labels = outputs.logits[:, :-1].flatten(0, 1).float(), inputs["labels"][:, 1:].flatten()
+        loss = loss + alpha * torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / share
+        return (loss, outputs) if return_outputs else loss
 
 
 @contextlib.contextmanager

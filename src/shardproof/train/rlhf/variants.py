@@ -52,6 +52,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "gkd": (),
     "grpo": (
         *_OF_ANSWERS,
+        "teacher_kl",
         *("policy_loss", "entropy_coef", "cispo_clip_ratio", "vespo/phi_seq_mean"),
         *("tools/call_frequency", "tools/failure_frequency"),
         *(f"sampling/importance_sampling_ratio/{which}" for which in ("mean", "min", "max")),
@@ -87,6 +88,8 @@ BESIDE: dict[str, tuple[_NEEDS, str]] = {
 # Options of ours of which the same is true.
 OPTIONS_BESIDE: dict[str, tuple[_NEEDS, str]] = {
     "max_tool_calling_iterations": (lambda config: config.tools or config.environments, "--tools or --environments"),
+    "sft_alpha": (lambda config: config.lmbda < 1, "a --lmbda below 1: all answers are the student's own"),
+    "teacher_kl_coef": (lambda config: config.teacher_model, "--teacher-model"),
     "max_resample_times": (lambda config: config.dynamic_sample, "--dynamic-sample"),
     "kl_in_reward": (lambda config: not config.kl_in_reward or refers(config), "--beta above 0"),
 }
@@ -207,6 +210,17 @@ def _check_advantages(config: RlhfConfig) -> None:
             f"--trl-arguments multi_objective_aggregation=normalize_then_sum and {said}: it scales the rewards of each"
             " function by themselves, and compares their sum with that of all. Leave one of them out."
         )
+    if config.teacher_model:
+        of_answers = {
+            "--loss-type vespo": config.loss_type == ["vespo"],
+            "--trl-arguments off_policy_mask_threshold": "off_policy_mask_threshold" in config.trl_arguments,
+            "--dynamic-sample": config.dynamic_sample,
+        }
+        if idle := [said for said, given in of_answers.items() if given]:
+            raise ConfigError(
+                f"{idle[0]} and --teacher-model: it goes by the advantage of a whole answer, and a teacher gives each"
+                " token its own. Leave one of them out."
+            )
     if in_reward and config.dynamic_sample:
         raise ConfigError(
             "--dynamic-sample asks others in the place of questions whose answers are worth the same, and where the"
