@@ -347,6 +347,13 @@ def test_what_is_done_in_another_way_is_told(said, told):
     assert told in reason
 
 
+def test_a_student_whose_answers_a_vllm_writes_is_brought_over():
+    said = "swift rlhf --rlhf_type gkd --model m --teacher_model t --dataset d --use_vllm true --vllm_mode colocate"
+    command, _, missing = swift.translate(f"{said} --lmbda 1 --sleep_level 1 --vllm_max_model_len 4096 --sft_alpha 0")
+    assert missing == []
+    assert {"--use-vllm": "true", "--vllm-sleep": "yes", "--lmbda": "1"}.items() <= options(command).items()
+
+
 def test_a_teacher_of_tokens_is_brought_over():
     said = "swift rlhf --rlhf_type grpo --model m --dataset d --teacher_model t --num_generations 1 --use_vllm true"
     command, notes, missing = swift.translate(

@@ -152,6 +152,18 @@ def test_a_teacher_is_come_nearer_to(rlhf: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"use_vllm": True, "lmbda": 0}, "--use-vllm means nothing without a --lmbda above 0: the student writes none"),
+        ({"sft_alpha": 0.1, "lmbda": 1}, "--sft-alpha means nothing without a --lmbda below 1"),
+    ],
+)
+def test_what_a_student_that_does_not_write_or_always_does_leaves_idle(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        check_variant(RlhfConfig(rlhf_type="gkd", teacher_model="t", **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
         ({"num_generations": 1, "reward_funcs": ["length"]}, "with a --teacher-model and no rewards, or take 2"),
         ({"dynamic_sample": True}, "--dynamic-sample and --teacher-model: it goes by the advantage of a whole answer"),
         ({"loss_type": ["vespo"]}, "--loss-type vespo and --teacher-model"),

@@ -62,6 +62,30 @@ def test_the_numbers_are_those_of_one_process(
 
 
 @pytest.mark.slow
+def test_so_are_those_of_a_student_whose_answers_it_writes(
+    pools: Any, models: dict[str, Path], files: dict[str, Path], tmp_path: Path
+) -> None:
+    """And where it takes the likeliest token, always, those of a student that writes them itself."""
+    argv = ["--rlhf-type", "gkd", "--model", str(models["policy"]), "--teacher-model", str(models["other"])]
+    argv += ["--dataset", str(files["chats"]), "--max-completion-length", "6", *ASKED]
+    argv += "--max-steps 4 --learning-rate 1e-2 --global-batch-size 8 --logging-steps 1 --temperature 1e-4".split()
+    ways: list[dict[str, Any]] = [
+        {"lmbda": 0.5, "sft_alpha": 0.1},
+        {"lmbda": 1.0, "tuner": "lora"},
+        {"lmbda": 1.0, "vllm_sleep": True, "use_vllm": True},
+    ]
+    alone = [{**way, "stage": 0, "per_device_batch_size": 8} for way in ways]
+    alone += [{**alone[2], "use_vllm": False, "vllm_mode": "server", "vllm_sleep": False}]
+    two = [{**way, "stage": 3, "per_device_batch_size": 4} for way in ways]
+    one, loads, _ = pools.run(1, given_to_vllm, prepared_for(argv, 1, alone, tmp_path / "one"), timeout=300.0)[0]
+    many, _, _ = pools.run(2, given_to_vllm, prepared_for(argv, 2, two, tmp_path / "two"), timeout=300.0)[0]
+    for mine, wanted in zip([*many, one[2]], one, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert [r[name] for r in mine] == pytest.approx([r[name] for r in wanted], abs=2e-4, rel=2e-3), name
+    assert 0 < loads[0] < loads[2], "in some of the steps the answers are those of the rows"
+
+
+@pytest.mark.slow
 def test_ranks_that_share_a_vllm_ask_it_together(
     pools: Any, models: dict[str, Path], files: dict[str, Path], tmp_path: Path
 ) -> None:

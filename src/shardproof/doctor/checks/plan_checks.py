@@ -253,7 +253,7 @@ def generates(config: Any, with_server: bool = False) -> bool:
     if not isinstance(config, RlhfDoctorConfig):
         return False
     if config.rlhf_type == "gkd":
-        return config.lmbda > 0 or config.seq_kd
+        return config.seq_kd or (config.lmbda > 0 and (with_server or not config.use_vllm))
     if config.rlhf_type not in REWARDED:
         return False
     return with_server or not config.use_vllm

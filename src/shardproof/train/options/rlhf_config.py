@@ -186,7 +186,7 @@ class RlhfConfig(RunConfig):
     max_tool_calling_iterations: int | None = option(
         "Generation", None, "how often an answer may call functions, and go on (default: as long as it fits)", ge=1
     )
-    use_vllm: bool = option("Generation", False, "generate with vLLM, which is sent the weights (grpo, rloo)")
+    use_vllm: bool = option("Generation", False, "generate with vLLM, which is sent the weights (grpo, rloo, gkd)")
     vllm_mode: Literal["server", "colocate"] = option(
         "Generation", "server", "a vLLM server, or a vLLM in each process that trains"
     )

@@ -114,7 +114,7 @@ MEANT_FOR: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("dynamic_sample", "max_resample_times"), ("grpo", "rloo")),
     **dict.fromkeys(("tools", "environments", "max_tool_calling_iterations"), ("grpo",)),
     "importance_sampling_level": ("grpo",),
-    **dict.fromkeys(("use_vllm", "vllm_mode", *SERVED, *COLOCATED), ("grpo", "rloo")),
+    **dict.fromkeys(("use_vllm", "vllm_mode", *SERVED, *COLOCATED), ("grpo", "rloo", "gkd")),
     "value_model": ("ppo",),
     "gamma": ("ppo",),
     "gae_lambda": ("ppo",),
@@ -209,8 +209,9 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
             f"--reward-weights has {len(config.reward_weights)} weights for {judges} rewards"
             " (--reward-funcs, then --reward-model)."
         )
-    if kind in REWARDED:
+    if kind in (*REWARDED, "gkd"):
         check_vllm(config, batch.world_size)
+    if kind in REWARDED:
         _check_generations(config, batch)
     if kind == "kto" and batch.micro < 2:
         raise ConfigError(

@@ -49,7 +49,7 @@ from shardproof.train.rlhf.rewards import check_rewarded, check_rewards, load_re
 from shardproof.train.rlhf.rows import encode, form_of
 from shardproof.train.rlhf.tools import check_tools, load_tools
 from shardproof.train.rlhf.variants import warn_of_dropout
-from shardproof.train.rlhf.vllm import check_fits, check_server, drawn_without, room_of
+from shardproof.train.rlhf.vllm import check_fits, check_server, drawn_without, of_student, room_of
 from shardproof.train.rows.media import check_backbone, media_limits
 from shardproof.train.rows.plain import warn_of_plain
 from shardproof.train.run import Prepared
@@ -257,7 +257,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
         collating["data_collator"] = collator_for(prepared.rows, kind, config.max_length, marks)
     if kind in REWARDED and marks:
         own["generation_kwargs"] = drawn_without(marks) if config.use_vllm else {"suppress_tokens": marks}
-    if config.use_vllm and config.vllm_mode == "colocate":
+    if kind in REWARDED and config.use_vllm and config.vllm_mode == "colocate":
         own["vllm_max_model_length"] = room_of(config, model.config)
 
     def make_trainer(callbacks: list[Any], reporter: Any) -> Any:
@@ -273,7 +273,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
                 frozen_stage=config.frozen_stage,
                 frozen_precision=_precision(config.frozen_precision),
                 reporter=reporter if config.log_completions else None,
-                **_other_models(prepared),
+                **_other_models(prepared, model),
             )
         except ValueError as error:  # TRL and PEFT check what they are given
             raise ConfigError(f"--rlhf-type {kind}: {first_line(error)}") from error
@@ -314,7 +314,7 @@ def _reads(config: RlhfConfig, rows: Any, judge: str) -> Any:
     return Reads(processor, media_limits(config, processor))
 
 
-def _other_models(prepared: Prepared) -> dict[str, Any]:
+def _other_models(prepared: Prepared, model: Any) -> dict[str, Any]:
     """The models and functions that take part besides the one that is trained."""
     config: RlhfConfig = prepared.config
     kind = config.rlhf_type
@@ -353,6 +353,8 @@ def _other_models(prepared: Prepared) -> dict[str, Any]:
         more["teacher_model"] = _load_other("teacher_model", config.teacher_model, config)
     if kind == "gkd":
         more["sft_alpha"] = config.sft_alpha
+        if config.use_vllm:
+            more["vllm"] = of_student(config, model.config, prepared.batch.micro)
     if kind == "ppo":
         source = config.value_model or prepared.model
         more["value_model"] = value = _load_other("value_model", source, config, VALUER, **head)

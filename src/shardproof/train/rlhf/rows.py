@@ -82,6 +82,8 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
         for option in ("tools", "environments"):
             if getattr(config, option):
                 raise ConfigError(f"--{option}: answers call functions about text only, and these rows have files.")
+        if config.use_vllm and config.rlhf_type == "gkd":
+            raise ConfigError("--use-vllm: in gkd vLLM writes answers to rows of text only, and these rows have files.")
         if config.dynamic_sample:
             raise ConfigError("--dynamic-sample: other questions are asked in rows of text only, and these have files.")
         if config.group_by_length:

@@ -88,6 +88,10 @@ BESIDE: dict[str, tuple[_NEEDS, str]] = {
 # Options of ours of which the same is true.
 OPTIONS_BESIDE: dict[str, tuple[_NEEDS, str]] = {
     "max_tool_calling_iterations": (lambda config: config.tools or config.environments, "--tools or --environments"),
+    "use_vllm": (
+        lambda config: config.rlhf_type != "gkd" or config.lmbda,
+        "a --lmbda above 0: the student writes none",
+    ),
     "sft_alpha": (lambda config: config.lmbda < 1, "a --lmbda below 1: all answers are the student's own"),
     "teacher_kl_coef": (lambda config: config.teacher_model, "--teacher-model"),
     "max_resample_times": (lambda config: config.dynamic_sample, "--dynamic-sample"),

@@ -80,6 +80,22 @@ def vllm_arguments(config: RlhfConfig) -> dict[str, Any]:
     }
 
 
+def of_student(config: RlhfConfig, model_config: Any, at_once: int) -> dict[str, Any]:
+    """What TRL's `VLLMGeneration` is made with where its trainer makes none; `at_once`: answers to a process."""
+    colocated = config.vllm_mode == "colocate"
+    where: dict[str, Any] = {"server_base_url": config.vllm_address, "server_timeout": config.vllm_server_timeout}
+    if colocated:
+        where = {
+            "gpu_memory_utilization": config.vllm_gpu_memory_utilization,
+            "tensor_parallel_size": config.vllm_tensor_parallel_size,
+            "enable_sleep_mode": config.vllm_sleep,
+            "max_model_length": room_of(config, model_config),
+            "max_num_seqs": at_once * config.vllm_tensor_parallel_size,
+        }
+    how = {"temperature": config.temperature, "max_completion_length": config.max_completion_length, "logprobs": 0}
+    return {"mode": config.vllm_mode, **where, **how}
+
+
 def drawn_without(tokens: Sequence[int]) -> dict[str, Any]:
     """What keeps vLLM from drawing these tokens: it knows no `suppress_tokens`, and cuts a bias at 100."""
     return {"logit_bias": dict.fromkeys(tokens, -100.0)}
@@ -108,7 +124,7 @@ def check_fits(config: RlhfConfig, rows: Any) -> None:
             f"\nUnpack it first: shardproof export {config.model} FOLDER, and name that folder as --model."
         )
     known = declared(config) if config.use_vllm and config.vllm_mode == "colocate" else None
-    if known is None:
+    if known is None or config.rlhf_type == "gkd":  # of whose rows the answers may be the longest part
         return
     said, positions = config.vllm_max_model_len, rotary_positions(known)
     plain = (getattr(known.get_text_config(), "rope_parameters", None) or {}).get("rope_type") == "default"
