@@ -71,6 +71,16 @@ def test_a_margin_that_no_loss_looks_at_is_not_passed_over(tmp_path: Path) -> No
     assert set(encode(RlhfConfig(rlhf_type="dpo"), rows, Words()).column_names) == {"prompt", "chosen", "rejected"}
 
 
+def test_what_only_a_teacher_is_to_be_asked_is_not_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"query": "2+2?", "teacher_prompt": "2+2, which is 4?"}))
+    rows = read_rows([str(tmp_path / "rows.jsonl")], form=PROMPTS)
+    options = {"rlhf_type": "grpo", "reward_funcs": ["length"]}
+    assert "teacher_prompt" in encode(RlhfConfig(**options), rows, Words()).column_names
+    for kind in ("grpo", "gkd"):
+        with pytest.raises(DataError, match=r"rows.jsonl:1: it has a 'teacher_prompt'"):
+            encode(RlhfConfig(rlhf_type=kind, teacher_model="t", lmbda=1.0), rows, Words())
+
+
 def test_turns_that_are_two_for_a_template_keep_their_place_in_pairs() -> None:
     """What is said before a call is a turn of its own where a template leaves it out beside the call."""
 

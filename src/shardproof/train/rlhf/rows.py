@@ -249,6 +249,8 @@ def example_of(config: RlhfConfig, row: Any, seen: Any = None) -> tuple[dict[str
     form, chat = form_of(config), row.kind == "chat"
     if config.rlhf_type == "rm" and row.extra.get("margin"):
         raise Problem("it has a 'margin', and answers are compared without one here: take that column out of the rows")
+    if config.teacher_model and row.extra.get("columns", {}).get("teacher_prompt"):
+        raise Problem("it has a 'teacher_prompt', and the teacher is asked what the model is: take that column out")
 
     def words(part: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [_bare(turn) for turn in (part if seen is None else seen.in_its_words(part))]
