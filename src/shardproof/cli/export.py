@@ -10,9 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from shardproof.cli import options
 from shardproof.cli.quiet import after_imports, before_imports
+from shardproof.errors import ConfigError
+from shardproof.train.options.option import flag
+from shardproof.train.packing.kinds import GROUP, Packing, Quantize
 
 if TYPE_CHECKING:
     from shardproof.train.export import Exported
+    from shardproof.train.packing.packer import Packed
 
 
 class ExportConfig(BaseModel):
@@ -24,6 +28,29 @@ class ExportConfig(BaseModel):
         None, description="dtype of the written weights (default: as they are)"
     )
     max_shard_size: str = Field("5GB", description="largest size of a file of weights")
+    quantize: Quantize | None = Field(
+        None,
+        description="pack the weights: fp8 and int8 (computed in eight bits), int4 (groups share a scale), nf4 "
+        "(bitsandbytes)",
+    )
+    group_size: int = Field(GROUP, description="with int4: how many weights of a row share a scale", ge=16)
+    keep: list[str] = Field(
+        [], description="with --quantize: regular expressions for names of weights that stay as they are, too"
+    )
+    dataset: list[str] = Field(
+        [], description="with int4 and int8: rows to calibrate with (GPTQ); with all: rows whose loss is told"
+    )
+    val_dataset: list[str] = Field([], description="rows whose loss is told, before and after, instead of --dataset")
+    columns: dict[str, str] = Field({}, description="fields of other names in the rows: query=question,response=answer")
+    samples: int = Field(256, description="rows that are taken of them at most", ge=1)
+    max_length: int | None = Field(
+        None, description="longest of these rows in tokens; others are cut (default: as in the run, or 2048)", ge=2
+    )
+    system: str | None = Field(None, description="system message of rows that have none (default: as in the run)")
+    media_root: str | None = Field(None, description="folder that files in rows lie in (default: that of the dataset)")
+    max_pixels: int | None = Field(None, description="scale pictures and frames in rows down to so many pixels", ge=1)
+    max_frame_pixels: int | None = Field(None, description="the same of videos' frames", ge=1)
+    max_frames: int | None = Field(None, description="frames that are taken of a video at most", ge=1)
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     external_plugins: list[str] = Field([], description="Python files of your own that register the model")
     model_type: str | None = Field(
@@ -61,23 +88,28 @@ def run(argv: Sequence[str]) -> int:
     found = options.parse(parser(), argv, command="export")
     source, folder = found.pop("source"), found.pop("folder")
     config = options.build(ExportConfig, found)
+    packing = _packing(config)
     before_imports(False, config.verbose)
     from shardproof.cli.hub import run_or_model
+    from shardproof.data.encoding.beside import telling
     from shardproof.models.scorers import made_here
     from shardproof.plugins import load
+    from shardproof.report.terminal import Share
     from shardproof.train.export import export
 
     source = run_or_model(source)
     after_imports(config.verbose)
     plugins = load(config.external_plugins)
-    done = export(
-        source, folder, config.dtype, config.max_shard_size, config.trust_remote_code, plugins, config.model_type
-    )
+    how = config.dtype, config.max_shard_size, config.trust_remote_code
+    with Share("packing") as told, telling(told):
+        done = export(source, folder, *how, plugins, config.model_type, packing)
     merged = (
         f"; merging moved logits by {done.merged_error:.1g} of the largest" if done.merged_error is not None else ""
     )
     print(f"weights: {done.folder} ({done.size / 1e6:,.1f} MB in {done.files} file(s))")
     print(f"checked: loaded again, it computes the same logits{merged}")
+    if done.packed is not None:
+        _tell_packed(done.packed, done.size)
     if kind := made_here(done.folder):
         print(f"transformers has no {kind}: shardproof.models.scorers.load_scorer loads it")
     if done.further:
@@ -85,6 +117,49 @@ def run(argv: Sequence[str]) -> int:
     if done.max_pixels is not None:
         print(f"pictures: {_scaling(done)}")
     return 0
+
+
+READING = ("columns", "max_length", "system", "media_root", "max_pixels", "max_frame_pixels", "max_frames")
+WITH = ("group_size", "keep", "dataset", "val_dataset", "samples", *READING)
+
+
+def _packing(config: ExportConfig) -> Packing | None:
+    """What --quantize asks for.
+
+    Raises:
+        ConfigError: an option that belongs to it stands alone, or beside a kind that it is not for.
+    """
+    given = [name for name in WITH if name in config.model_fields_set]
+    if config.quantize is None:
+        if given:
+            raise ConfigError(f"{flag(given[0])} is about packed weights: add --quantize int4, or leave it out.")
+        return None
+    if "group_size" in given and config.quantize != "int4":
+        raise ConfigError(f"--group-size is for --quantize int4: {config.quantize} has scales of its own.")
+    return Packing(
+        config.quantize,
+        config.group_size,
+        keep=tuple(config.keep),
+        dataset=tuple(config.dataset),
+        val_dataset=tuple(config.val_dataset),
+        reading={name: getattr(config, name) for name in READING if name in config.model_fields_set},
+        samples=config.samples,
+    )
+
+
+def _tell_packed(packed: Packed, size: int) -> None:
+    """What packing has made of it, and what it costs."""
+    rows = f", calibrated with {packed.calibrated:,} rows" if packed.calibrated else ""
+    print(
+        f"packed: {packed.layers:,} linear layers of the language model's blocks ({packed.kind}{rows});"
+        " embedding, head, routers and towers are as they were"
+    )
+    share = size / packed.size_before
+    print(f"size: {packed.size_before / 1e6:,.1f} MB before, {size / 1e6:,.1f} MB after ({share:.0%})")
+    if packed.before is not None and packed.after is not None:
+        print(f"cost: {packed.before.told(packed.after)} ({packed.before.rows:,} rows)")
+    else:
+        print(f"cost: logits of 16 tokens moved by {packed.moved:.2g} of the largest (--val-dataset: the loss of rows)")
 
 
 def _scaling(done: Exported) -> str:

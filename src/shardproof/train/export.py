@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import os
 import shutil
 import zlib
@@ -47,6 +49,8 @@ from shardproof.train.model.made_anew import noting
 from shardproof.train.model.reward_models import judges, load_judge, pads_with
 from shardproof.train.options.config import SftConfig
 from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.packing.kinds import Packing, check_installed
+from shardproof.train.packing.packer import Packed, Packer
 from shardproof.train.reranker.recipe import GENERATIVE
 from shardproof.train.reranker.scoring import Scoring, scoring_in, scoring_of
 from shardproof.train.rows.media import files_taken
@@ -67,6 +71,7 @@ class Exported:
         max_pixels: to how many pixels the run scaled pictures down.
         scaled: to how many the written processor does so by itself.
         further: how many tensors are of layers that predict further tokens, which are those of the base.
+        packed: what --quantize has packed.
     """
 
     folder: Path
@@ -76,6 +81,7 @@ class Exported:
     max_pixels: int | None
     scaled: int | None
     further: int
+    packed: Packed | None = None
 
 
 def export(
@@ -86,6 +92,7 @@ def export(
     trust_remote_code: bool = False,
     plugins: Plugins | None = None,
     model_type: str | None = None,
+    packing: Packing | None = None,
 ) -> Exported:
     """Write the model of a run, or of one of its checkpoints, to a folder that `from_pretrained` loads.
 
@@ -95,9 +102,12 @@ def export(
     Args:
         dtype: one of DTYPES; None keeps that of the weights.
         plugins, model_type: what may load the model in place of transformers, see `registered_model`.
+        packing: how to pack what was written, which is then loaded and compared once more.
 
     Raises:
-        ConfigError: there is no model, the folder is not empty, or the result computes something else.
+        ConfigError: there is no model, the folder is not empty, it cannot be packed so, or the result computes
+            something else.
+        DataError: rows to calibrate with cannot be used.
     """
     import torch
     from safetensors import SafetensorError
@@ -108,6 +118,8 @@ def export(
     if os.path.ismount(target):  # nothing can be renamed to it
         raise ConfigError(f"{output} is a mount point.\nName a folder in it: {target / MODEL}.")
     target = target.resolve() if target.is_symlink() else target
+    if packing is not None:
+        check_installed(packing.kind)
     model, processing = _load(run, trust_remote_code, plugins or Plugins(), model_type)
     path = Path(run).expanduser()
     how, scoring = _embedding_of(path, files_taken(processing)), _scoring_of(path, processing)
@@ -118,11 +130,18 @@ def export(
     error = None
     if getattr(model, "peft_config", None):
         model, error = merged(model, ids, rounded=dtype is None)
+    if packing is not None and dtype is None and model.dtype == torch.float32:
+        dtype = "bf16"  # nobody computes in fp32 with packed weights
     if dtype is not None:
         for value in model.state_dict(keep_vars=True).values():  # what is rebuilt when it is loaded keeps its dtype
             if value.is_floating_point():
                 value.data = value.data.to(getattr(torch, DTYPES[dtype]))
-    expected, sums, kept = logits(model, ids), _sums(model), model.dtype
+    before = logits(model, ids)
+    packer = None
+    if packing is not None:
+        packer = Packer(model, processing, packing, _recorded(path), path, how is not None)
+    expected = logits(model, ids) if packer is not None else before
+    sums, kept = _sums(model), model.dtype
     aside = target.with_name(target.name + ".unfinished")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -148,10 +167,24 @@ def export(
     same = dtype is not None or _sums(again) == sums
     if not (same and far <= (MERGED if kept == torch.float32 else ROUNDED)):
         raise ConfigError(f"{aside} does not compute what the model of {run} does, and is left there to be looked at.")
+    packed = None
+    if packer is not None:
+        del again
+        gc.collect()
+        packer.pack(aside, kept)
+        with contextlib.redirect_stderr(io.StringIO()):  # compressed-tensors draws bars, whatever it is told
+            again = load(str(aside), how=plainly, dtype=kept, trust_remote_code=trust_remote_code).eval()
+            moved = float((logits(again, ids) - before).abs().max() / before.abs().max())
+        packed = packer.check(again, moved, aside)
     aside.rename(target)
     files = list(target.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
-    return Exported(target, len(files), size, error, max_pixels, scaled, further)
+    return Exported(target, len(files), size, error, max_pixels, scaled, further, packed)
+
+
+def plainly(kind: Any, source: str, **options: Any) -> Any:
+    """As anybody loads it: packed weights are computed with as they are, and not unpacked for training."""
+    return kind.from_pretrained(source, **options)
 
 
 def _sums(model: Any) -> dict[str, int]:

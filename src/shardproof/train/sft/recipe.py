@@ -271,7 +271,7 @@ def _learnt(config: SftConfig) -> Any:
     return config.loss if config.loss in KINDS["loss"].built_in else "answer"
 
 
-def _collator(prepared: Prepared, model: Any) -> Any:
+def collator(prepared: Prepared, model: Any) -> Any:
     """From rows to a batch; where ranks share rows, with what each token of this rank's part is to predict."""
     from shardproof.train.losses.packed_files import packed_labels
     from shardproof.train.model.shared_rows import shared_rows_of
@@ -363,7 +363,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             kind = partial(PredictingTrainer, worth=worth, max_new_tokens=config.max_new_tokens, told=told)
         return kind(
             model=model,
-            data_collator=_collator(prepared, model),
+            data_collator=collator(prepared, model),
             loss=own_loss(config.loss, plugins.find("loss", config.loss)),
             metrics={name: own_metric(name, plugins.find("metric", name)) for name in config.metrics},
             packed=config.packing,

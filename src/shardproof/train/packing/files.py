@@ -1,0 +1,99 @@
+"""A folder of plain weights, rewritten packed: file by file, weight by weight."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardproof.train.packing.kinds import PRESETS, Packing, scales_of, scheme_of
+from shardproof.train.packing.places import Places
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+
+
+def pack_folder(folder: Path, places: Places, packing: Packing, scales: Mapping[str, Tensor], dtype: Any) -> None:
+    """Pack the weights of a folder, and say so in its config. In memory are one weight and what one file will hold.
+
+    Args:
+        scales: by the names of linear layers in files, of weights that were rounded by them already: [out, groups].
+        dtype: what is computed in.
+    """
+    if packing.kind in PRESETS:
+        in_bits, said = _compressed(packing, places.ignored, scales)
+    else:
+        in_bits, said = _of_bitsandbytes(packing.kind, places.skipped, dtype)
+    names: dict[str, str] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        names |= _rewritten(file, places.packed, in_bits)
+    if (folder / INDEX).is_file():
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        index["metadata"]["total_size"] = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        (folder / INDEX).write_text(json.dumps(index | {"weight_map": names}, indent=2), encoding="utf-8")
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(config | {"quantization_config": said}, indent=2) + "\n", encoding="utf-8")
+
+
+Packs = Callable[[str, "Tensor"], dict[str, "Tensor"]]  # of the name of a layer and its weight, what files hold of it
+
+
+def _compressed(packing: Packing, ignored: list[str], scales: Mapping[str, Tensor]) -> tuple[Packs, dict[str, Any]]:
+    """In the form of compressed-tensors, and what a config says of it."""
+    import compressed_tensors
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    scheme = scheme_of(packing)
+    compressor: Any = BaseCompressor.get_value_from_registry(scheme.format.value)
+
+    def in_bits(name: str, weight: Tensor) -> dict[str, Tensor]:
+        scale = scales.get(name)
+        scale = scales_of(weight, scheme.weights) if scale is None else scale.to(weight.dtype)
+        # In fp32: half precision would round what is to be rounded to integers.
+        made = compressor.compress({"weight": weight.float(), "weight_scale": scale.float()}, scheme)
+        return {f"{name}.{own}": value for own, value in {**made, "weight_scale": scale}.items()}
+
+    told = QuantizationConfig(
+        config_groups={"group_0": scheme}, ignore=ignored, format=scheme.format.value, quantization_status="compressed"
+    )
+    said = json.loads(told.model_dump_json(exclude={"quant_method"}))
+    return in_bits, said | {"quant_method": "compressed-tensors", "version": compressed_tensors.__version__}
+
+
+def _of_bitsandbytes(kind: str, skipped: list[str], dtype: Any) -> tuple[Packs, dict[str, Any]]:
+    """In the form of transformers for bitsandbytes, and what a config says of it."""
+    from bitsandbytes.functional import quantize_4bit
+    from transformers import BitsAndBytesConfig
+
+    from shardproof.integrations.four_bits import BLOCK
+
+    def in_bits(name: str, weight: Tensor) -> dict[str, Tensor]:
+        packed, state = quantize_4bit(weight, blocksize=BLOCK, compress_statistics=True, quant_type=kind)
+        own = state.as_dict(packed=True)
+        return {f"{name}.weight": packed, **{f"{name}.weight.{key}": value for key, value in own.items()}}
+
+    how = {"bnb_4bit_quant_type": kind, "bnb_4bit_compute_dtype": dtype, "bnb_4bit_use_double_quant": True}
+    config = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skipped, **how)
+    return in_bits, config.to_dict()
+
+
+def _rewritten(file: Path, packed: set[str], in_bits: Packs) -> dict[str, str]:
+    """Write a file anew. Returns of each tensor in it the file's name."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    values: dict[str, Tensor] = {}
+    with safe_open(file, framework="pt") as content:
+        for name in content.keys():  # noqa: SIM118  (not a dict)
+            value, layer = content.get_tensor(name), name.removesuffix(".weight")
+            values |= in_bits(layer, value) if name != layer and layer in packed else {name: value}
+        metadata = content.metadata()
+    aside = file.with_suffix(".packed")
+    save_file(values, aside, metadata=metadata)
+    aside.replace(file)
+    return dict.fromkeys(values, file.name)

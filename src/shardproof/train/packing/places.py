@@ -1,0 +1,242 @@
+"""Which weights of a model are packed, and what they are called in its files.
+
+[Note: what stays whole]
+Packed are the linear layers in the blocks of the language model, and experts, which are nearly all of its weights. As
+in folders that are published, the embedding, the head (for words, labels or scores), towers and what leads from them,
+routers, and the layers of recurrent mixers (which kernels read in a form of their own) stay as they are: they are few,
+and errors in them are large, or are nowhere computed with packed weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardproof.errors import ConfigError
+from shardproof.models.families.anatomy import anatomy
+from shardproof.train.options.patterns import check_pattern
+from shardproof.train.packing.kinds import Packing
+from shardproof.zero.build import find_units
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+WHOLE = re.compile(r"(^|\.)((\w+_)?(router|gate)|linear_attn|mamba|ssm|temporal_block)(\.|$)")
+SHOWN = 3
+SIZES = (128, 64, 32, 16)  # of groups, that kernels know
+SAMPLED = 8  # columns of a weight that are compared when it is read again
+
+
+@dataclass
+class Places:
+    """The weights to pack.
+
+    Attributes:
+        blocks: the blocks that they are in, by name.
+        layers: of each parameter that is packed (a linear layer's, or all experts of a layer in one), the linear layers
+            that it is in the files, by name, and the lengths of their rows.
+        ignored: what of all linear layers is not packed, as compressed-tensors' patterns of names.
+        skipped: the same for bitsandbytes: names of modules in the model, those that have such layers only as one.
+        samples: some columns of each, before they were packed.
+    """
+
+    blocks: dict[str, nn.Module]
+    layers: dict[str, dict[str, int]]
+    ignored: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    samples: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def packed(self) -> set[str]:
+        """The names of the linear layers in the files."""
+        return {name for names in self.layers.values() for name in names}
+
+
+def places_in(model: Any, packing: Packing) -> Places:
+    """What is to be packed of a model without adapters.
+
+    Raises:
+        ConfigError: nothing is, or something cannot be, in this kind.
+    """
+    for pattern in packing.keep:
+        check_pattern("--keep", pattern)
+    part_of = anatomy(model).part_of
+    blocks = {
+        n: m
+        for n, m in find_units(model, None)
+        if any(part_of.get(f"{n}.{p}") == "llm" for p, _ in m.named_parameters())
+    }
+    names = [name for name in _candidates(blocks) if part_of.get(name) == "llm"]
+    kept = {name for name in names if any(re.search(pattern, name) for pattern in packing.keep)}
+    for pattern in packing.keep:
+        if not any(re.search(pattern, name) for name in names):
+            raise ConfigError(
+                f"--keep {pattern}: no weight that would be packed has such a name.\n"
+                f"They are like {', '.join([names[0], names[len(names) // 2], names[-1]] if names else ['none'])}."
+            )
+    names = [name for name in names if name not in kept]
+    if not names:
+        raise ConfigError(f"--quantize: the blocks of {type(model).__name__} have no linear layers to pack.")
+    layers = {name: _in_files(model, name) for name in names}
+    _check_files(model, layers, packing)
+    experts = [name for name in (*names, *sorted(kept)) if not name.endswith(".weight") and _in_files(model, name)]
+    _check_experts(experts, kept, packing)
+    _check_shapes(layers, packing)
+    found = Places(blocks, layers)
+    found.ignored, found.skipped = _ignored(model, found), _skipped(model, found)
+    return found
+
+
+def take_samples(model: Any, places: Places) -> None:
+    """Keep some columns of each weight to be packed, spread over it."""
+    places.samples = {name: sampled(model.get_parameter(name)).clone() for name in places.layers}
+
+
+def sampled(weight: Tensor) -> Tensor:
+    """At most SAMPLED columns of [..., in], in fp32."""
+    return weight.detach()[..., :: max(1, weight.shape[-1] // SAMPLED)].float()
+
+
+def _candidates(blocks: dict[str, nn.Module]) -> Iterable[str]:
+    """The parameters of linear layers and of experts in blocks."""
+    from torch import nn
+
+    for block, module in blocks.items():
+        for name, inner in module.named_modules():
+            path = f"{block}.{name}" if name else block
+            if WHOLE.search(f".{name}"):
+                continue
+            if type(inner) is nn.Linear:
+                yield f"{path}.weight"
+            elif name.endswith("experts"):
+                yield from (f"{path}.{own}" for own, p in inner.named_parameters(recurse=False) if p.dim() == 3)
+
+
+def _in_files(model: Any, name: str) -> dict[str, int]:
+    """The linear layers in files that transformers saves a parameter as, and the lengths of their rows; none where it
+    is not one of theirs there."""
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    weight = model.get_parameter(name)
+    empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+    try:
+        saved = revert_weight_conversion(model, {name: empty})
+    except Exception:  # whatever an operation raises that wants other weights beside it
+        return {}
+    if any(value.dim() != 2 or not found.endswith(".weight") for found, value in saved.items()):
+        return {}
+    if sum(value.numel() for value in saved.values()) != weight.numel():
+        return {}
+    return {found.removesuffix(".weight"): value.shape[1] for found, value in saved.items()}
+
+
+def _check_files(model: Any, layers: dict[str, dict[str, int]], packing: Packing) -> None:
+    """Raise ConfigError where files hold a weight in a form that no reader of packed weights knows."""
+    lost = [name for name, found in layers.items() if not found]
+    if lost:
+        raise ConfigError(
+            f"--quantize {packing.kind}: {_some(lost)} of {type(model).__name__} lie in its files in a form (all"
+            " experts in one tensor, or several layers in one) in which transformers reads no packed weights.\n"
+            f"Leave them as they are, and pack the rest: --keep '{_common(lost)}'."
+        )
+
+
+def _check_experts(experts: list[str], kept: set[str], packing: Packing) -> None:
+    """Raise ConfigError for what transformers does not read of experts that it puts together.
+
+    Args:
+        experts: those to pack, or to keep, that files hold one by one.
+        kept: the parameters that stay as they are.
+    """
+    if not experts:
+        return
+    if packing.kind == "int8" or (packing.kind == "nf4" and not set(experts) <= kept):
+        told = "--quantize nf4 --keep experts" if packing.kind == "nf4" else "int4"
+        form = "eight-bit integers" if packing.kind == "int8" else "four bits of bitsandbytes"
+        raise ConfigError(
+            f"--quantize {packing.kind}: {_some(experts)} are experts, which transformers {_version()} does not read in"
+            f" {form}.\nTake --quantize fp8 or {told}."
+        )
+    if packing.kind == "int4" and kept.intersection(experts):
+        raise ConfigError(
+            "--quantize int4: experts are to stay as they are, which transformers"
+            f" {_version()} does not read beside layers in four bits.\nPack them, too, or take --quantize fp8."
+        )
+
+
+def _check_shapes(layers: dict[str, dict[str, int]], packing: Packing) -> None:
+    """Raise ConfigError for rows that a group of weights does not divide."""
+    lengths = {name: max(found.values()) for name, found in layers.items()}
+    odd = [name for name, length in lengths.items() if length % packing.group_size]
+    if packing.kind != "int4" or not odd:
+        return
+    fitting = [size for size in SIZES if not any(length % size for length in lengths.values())]
+    told = " and ".join(f"{length:,}" for length in sorted({lengths[name] for name in odd}))
+    instead = f"Take --group-size {fitting[0]}, which does, or l" if fitting else "L"
+    raise ConfigError(
+        f"--quantize int4: groups of {packing.group_size} weights do not divide the rows of {_some(odd)}, of {told}"
+        f" weights.\n{instead}eave these as they are: --keep '{_common(odd)}'."
+    )
+
+
+def _some(names: list[str]) -> str:
+    short = list(dict.fromkeys(_pattern(name).replace(r"\d+", "*").replace("\\", "") for name in names))
+    return ", ".join(short[:SHOWN]) + (" and others" if len(short) > SHOWN else "")
+
+
+def _common(names: list[str]) -> str:
+    """A regular expression for these parameters: the last words of their modules."""
+    ends = {name.removesuffix(".weight").rpartition(".")[2] for name in names}
+    return "|".join(sorted(ends))
+
+
+def _ignored(model: Any, places: Places) -> list[str]:
+    """Patterns for the linear layers that are not packed, by their names in files and in the model, as readers go by
+    either: numbers of blocks are left open where all of them are alike."""
+    import torch
+    from torch import nn
+    from transformers.core_model_loading import revert_weight_conversion
+
+    in_model = {name.removesuffix(".weight") for name in places.layers}
+    whole = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in in_model}
+    every = {n: torch.empty(p.shape, device="meta") for n, p in model.state_dict().items()}
+    # Routers are linear layers to readers, whatever class they have here.
+    saved = {
+        name.removesuffix(".weight")
+        for name, value in revert_weight_conversion(model, every).items()
+        if name.endswith(".weight") and value.dim() == 2
+    }
+    packed = in_model | places.packed
+    names = sorted((whole | saved) - packed)
+    patterns = dict.fromkeys(_pattern(name) for name in names)
+    clash = [p for p in patterns if any(re.fullmatch(f"(.*\\.)?{p}", name) for name in packed)]
+    alone = [name for name in names if _pattern(name) in clash]
+    return [*(f"re:(.*\\.)?{pattern}$" for pattern in patterns if pattern not in clash), *alone]
+
+
+def _skipped(model: Any, places: Places) -> list[str]:
+    from torch import nn
+
+    packed = {name.removesuffix(".weight") for name in places.layers}
+    above = {".".join(pieces[:end]) for name in packed for pieces in [name.split(".")] for end in range(len(pieces))}
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if name and name not in above | packed and not any(name.startswith(f"{one}.") for one in found):
+            found += [name] if any(isinstance(inner, nn.Linear) for inner in module.modules()) else []
+    # vLLM has other words in front of a tower or a head, and looks for the last one, too.
+    return list(
+        dict.fromkeys([*found, *(name.rpartition(".")[2] for name in found if not re.search(r"\.\d+\.", name))])
+    )
+
+
+def _pattern(name: str) -> str:
+    return r"\.".join(r"\d+" if piece.isdigit() else re.escape(piece) for piece in name.split("."))
+
+
+def _version() -> str:
+    import transformers
+
+    return str(transformers.__version__)

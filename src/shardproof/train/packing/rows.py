@@ -1,0 +1,129 @@
+"""Rows that a model is calibrated with, and what it computes of rows before and after it is packed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardproof.train import run
+from shardproof.train.model.loading import tokenizer_of
+from shardproof.train.options.config import Batch, SftConfig
+from shardproof.train.packing.kinds import Packing
+from shardproof.train.rows.media import files_taken
+from shardproof.train.seq_cls.labelling import labels_in, labels_of
+from shardproof.train.sft import recipe as sft
+
+LONGEST = 2048  # tokens of a row, of a model whose run is not known
+GROUPS = ("Data", "Media")  # of a run's options, what says how rows are read
+OTHERWISE = ("dataset", "interleave_prob", "val_split", "streaming", "shuffle_buffer_size", "row_cache", "packing")
+OF_LABELS = ("task", "plain", "num_labels", "label_names", "problem_type")
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Rows, each a batch of its own, as the model takes it.
+
+    Attributes:
+        learns: whether a batch has the tokens that are learnt of it, as `labels`.
+    """
+
+    rows: Sequence[Any]
+    collate: Callable[[Any], dict[str, Any]]
+    learns: bool
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def on(self, device: Any) -> _On:
+        return _On(self, device)
+
+
+@dataclass(frozen=True)
+class _On:
+    """The batches on a device, as often as they are asked for."""
+
+    batches: Batches
+    device: Any
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        every = self.batches
+        for i in range(len(every)):
+            batch = every.collate([every.rows[i]])
+            there = {name: value.to(self.device) if hasattr(value, "to") else value for name, value in batch.items()}
+            if batch["input_ids"].numel():
+                yield there if every.learns else {name: value for name, value in there.items() if name != "labels"}
+
+
+def batches_of(
+    files: Sequence[str],
+    packing: Packing,
+    recorded: dict[str, Any],
+    folder: Path,
+    model: Any,
+    processing: Any,
+    embeds: bool = False,
+) -> Batches:
+    """The rows of datasets, read as in the run of the model; `packing.samples` of them at most, drawn by chance.
+
+    Args:
+        recorded: the run's options, if any.
+        folder: where the model came from, which may say what labels it gives.
+        embeds: whether the model gives vectors, and no words.
+
+    Raises:
+        DataError, ConfigError: they cannot be used.
+    """
+    how = _options(recorded, folder, bool(files_taken(processing)))
+    config = SftConfig(**{"max_length": LONGEST, **how, **packing.reading, "dataset": list(files)})
+    recipe: Any = run.recipe_of(config)
+    rows, _ = recipe.read(config)
+    if len(rows) > packing.samples:
+        rows = rows.take(sorted(random.Random(0).sample(range(len(rows)), packing.samples)))
+    encoded = recipe.encode(config, rows, processing)
+    if config.task != "seq_cls":
+        prepared = run.Prepared(config, _ALONE, Path(), str(folder), processing, encoded, None, [])
+        return Batches(encoded, sft.collator(prepared, model), not embeds and _writes(model))
+    return Batches(encoded, _labelled(config, processing), False)
+
+
+_ALONE = Batch(micro=1, accumulation=1, world_size=1)
+
+
+def _options(recorded: dict[str, Any], folder: Path, takes_files: bool) -> dict[str, Any]:
+    fields = SftConfig.model_fields
+    groups = {name: (field.json_schema_extra or {}).get("group") for name, field in fields.items()}  # type: ignore[union-attr]
+    taken = {name: value for name, value in recorded.items() if groups.get(name) in GROUPS and name not in OTHERWISE}
+    taken.pop("val_dataset", None)
+    if recorded.get("task") == "seq_cls":
+        taken |= {name: recorded[name] for name in OF_LABELS if name in recorded}
+    elif (labels := labels_in(folder)) is not None:
+        names = list(labels.names) if labels.named else []
+        taken |= {
+            "task": "seq_cls",
+            "label_names": names,
+            "num_labels": len(labels.names),
+            "problem_type": labels.problem,
+        }
+    elif "plain" in recorded:
+        taken["plain"] = recorded["plain"]
+    return taken | {"model": str(folder), "truncation": "drop" if takes_files else "right"}
+
+
+def _labelled(config: SftConfig, processing: Any) -> Callable[[Any], dict[str, Any]]:
+    from shardproof.data.encoding.labelled import collate_labelled
+    from shardproof.data.media.labelled import MediaLabelledCollator
+    from shardproof.train.seq_cls.recipe import media_encoder
+
+    labels = labels_of(config)
+    if files_taken(processing):
+        return MediaLabelledCollator(media_encoder(config, processing), labels, config.on_lost)
+    return partial(collate_labelled, pad_token_id=tokenizer_of(processing).pad_token_id, labels=labels)
+
+
+def _writes(model: Any) -> bool:
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return head is not None

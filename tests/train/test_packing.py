@@ -1,0 +1,211 @@
+"""What `export --quantize` writes: packed as it says, read by others and here, whole where it is to be whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardproof
+from models.tiny_folders import TEXTS
+from shardproof.errors import ConfigError
+from shardproof.train.export import Exported, export
+from shardproof.train.packing.calibrated import fitted
+from shardproof.train.packing.files import pack_folder
+from shardproof.train.packing.kinds import Packing, rounded, scales_of, scheme_of
+from shardproof.train.packing.places import places_in
+from zero.language_models import tiny
+
+pytest.importorskip("compressed_tensors")
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "vocab_size": 512, "initializer_range": 0.05}
+FAMILIES: dict[str, dict[str, Any]] = {"Qwen3": {}, "Qwen3Moe": {"moe_intermediate_size": 32}}
+AWAY = {"fp8": 0.04, "int8": 0.015, "int4": 0.16, "nf4": 0.12}  # of a weight, relative to it
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    from shardproof.models.tiny import train_tokenizer
+
+    tokenizer = train_tokenizer(TEXTS)
+    folders = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, folder in folders.items():
+        torch.manual_seed(0)
+        tiny(family, **SIZES | FAMILIES[family]).bfloat16().save_pretrained(folder, max_shard_size="200KB")
+        tokenizer.save_pretrained(folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    texts = [{"query": f"what comes after {i}?", "response": f"it is {i + 1}"} for i in range(12)]
+    file.write_text("\n".join(map(json.dumps, texts)))
+    return file
+
+
+def done(source: Path, to: Path, kind: Any, **how: Any) -> Exported:
+    return export(str(source), str(to), max_shard_size="200KB", packing=Packing(kind, **{"group_size": 32, **how}))
+
+
+def whole(folder: Path) -> nn.Module:
+    """The model of a folder, unpacked."""
+    from transformers import AutoModelForCausalLM
+
+    from shardproof.integrations.four_bits import unpacked
+    from shardproof.models.loading.classes import with_values
+
+    return unpacked(with_values(AutoModelForCausalLM, str(folder), dtype=torch.bfloat16), torch.bfloat16)
+
+
+CASES = [
+    (family, kind)
+    for family in FAMILIES
+    for kind in AWAY
+    if (family, kind) not in {("Qwen3Moe", k) for k in ("int8", "nf4")}
+]
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_blocks_are_packed_and_all_else_is_as_it_was(
+    models: dict[str, Path], tmp_path: Path, family: str, kind: str
+) -> None:
+    made = done(models[family], tmp_path / "out", kind)
+    assert made.packed is not None
+    assert made.size < 0.75 * made.packed.size_before
+    before, after = whole(models[family]), whole(made.folder)
+    for name, weight in before.named_parameters():
+        away = float(((after.get_parameter(name) - weight).norm() / weight.norm()).detach())
+        packed = weight.dim() > 1 and name.startswith("model.layers") and "mlp.gate." not in name
+        assert 0 < away < AWAY[kind] if packed else away == 0, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_rank_reads_what_was_packed(models: dict[str, Path], tmp_path: Path, family: str) -> None:
+    """The values that `from_pretrained` makes of it."""
+    made = done(models[family], tmp_path / "out", "int4")
+    values = whole(made.folder).state_dict()
+    read = shardproof.full_state_dict(shardproof.load_pretrained(str(made.folder), 3, dtype=torch.bfloat16))
+    assert read.keys() == values.keys()
+    assert all(value.equal(values[name]) for name, value in read.items())
+
+
+def outputs(products: torch.Tensor, away: torch.Tensor) -> float:
+    """What of the outputs is wrong, squared, where a weight is `away`."""
+    return float(torch.einsum("oi,ij,oj->", away, products, away))
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_calibrated_weights_are_closer_in_what_they_compute(kind: Any) -> None:
+    torch.manual_seed(0)
+    args = scheme_of(Packing(kind, group_size=32)).weights
+    weight, mixed = torch.randn(48, 64), torch.randn(64, 64)
+    inputs = torch.randn(500, 64) @ mixed * torch.logspace(-1, 1, 64)
+    inputs[:, 5] = 0  # one that is never there
+    products = inputs.T @ inputs
+    scales = scales_of(weight, args)
+    alone = rounded(weight, scales.repeat_interleave(64 // scales.shape[1], 1), args)
+    values, scales = fitted(weight, products, args)
+    assert outputs(products, values - weight) < 0.5 * outputs(products, alone - weight)
+    each = scales.repeat_interleave(64 // scales.shape[1], 1)
+    torch.testing.assert_close(rounded(values, each, args), values)
+    unseen, _ = fitted(weight, torch.zeros(64, 64), args)
+    torch.testing.assert_close(unseen, alone)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_calibrate_every_block(models: dict[str, Path], rows: Path, tmp_path: Path, family: str) -> None:
+    """What is packed are the weights that were fitted, and of both its loss is told."""
+    alone = done(models[family], tmp_path / "alone", "int4")
+    made = done(models[family], tmp_path / "out", "int4", dataset=(str(rows),), samples=8)
+    assert made.packed is not None
+    assert made.packed.calibrated == 8
+    assert made.packed.before is not None
+    assert made.packed.after is not None
+    assert made.packed.before.loss == pytest.approx(made.packed.after.loss, rel=0.02)
+    before, by_itself, fit = whole(models[family]), whole(alone.folder), whole(made.folder)
+    for name, weight in before.named_parameters():
+        if "layers" in name and name.endswith(("_proj", "_proj.weight")):
+            value = fit.get_parameter(name)
+            assert not value.equal(by_itself.get_parameter(name)), name
+            assert (value - weight).norm() < 0.6 * weight.norm(), name
+
+
+def test_patterns_leave_weights_as_they_are(models: dict[str, Path], tmp_path: Path) -> None:
+    made = done(models["Qwen3Moe"], tmp_path / "out", "fp8", keep=("experts", r"layers\.0\."))
+    before, after = whole(models["Qwen3Moe"]), whole(made.folder)
+    changed = {n for n, p in before.named_parameters() if not p.equal(after.get_parameter(n))}
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert changed == {f"model.layers.{i}.self_attn.{name}.weight" for i in (1, 2) for name in attention}
+    ignored = json.loads((made.folder / "config.json").read_text())["quantization_config"]["ignore"]
+    assert r"re:(.*\.)?model\.layers\.\d+\.mlp\.experts\.\d+\.up_proj$" in ignored
+    assert "model.layers.0.self_attn.q_proj" in ignored
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "how", "text"),
+    [
+        (
+            "Qwen3",
+            "int4",
+            {"group_size": 128},
+            "do not divide the rows of .* of 64 and 96 weights.\nTake --group-size 32",
+        ),
+        ("Qwen3Moe", "int8", {}, r"mlp.experts.gate_up_proj.* are experts, .*\nTake --quantize fp8 or int4"),
+        (
+            "Qwen3Moe",
+            "int4",
+            {"keep": ("experts",)},
+            "experts are to stay as they are, .*\nPack them, too, or take --quantize fp8",
+        ),
+        ("Qwen3Moe", "nf4", {}, "are experts"),
+        ("Qwen3", "fp8", {"keep": ("expert",)}, "--keep expert: no weight that would be packed has such a name"),
+        ("Qwen3", "fp8", {"keep": ("(",)}, r"--keep \( is no regular expression"),
+        ("Qwen3", "fp8", {"keep": ("proj",)}, "have no linear layers to pack"),
+    ],
+)
+@pytest.mark.usefixtures("bitsandbytes")
+def test_what_cannot_be_packed_is_refused(
+    models: dict[str, Path], tmp_path: Path, family: str, kind: str, how: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        done(models[family], tmp_path / "out", kind, **how)
+    assert not list(tmp_path.iterdir())
+
+
+def test_experts_that_files_hold_in_one_tensor_are_refused() -> None:
+    model = tiny("GptOss", hidden_size=32, intermediate_size=32)
+    with pytest.raises(ConfigError, match=r"in a form .*\nLeave them as they are, .* --keep 'down_proj\|gate_up_proj'"):
+        places_in(model, Packing("fp8"))
+    kept = places_in(model, Packing("fp8", keep=("experts",)))
+    assert {name.rpartition(".")[2] for name in kept.packed} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_another_folder_than_was_packed_is_refused(models: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from shardproof.train.packing import packer
+
+    def wrongly(folder: Path, *how: Any) -> None:
+        pack_folder(folder, *how)
+        for file in folder.glob("*.safetensors"):
+            values = {n: v * 3 if n.endswith("o_proj.weight_scale") else v for n, v in load_file(file).items()}
+            save_file(values, file, metadata={"format": "pt"})
+
+    monkeypatch.setattr(packer, "pack_folder", wrongly)
+    with pytest.raises(ConfigError, match=r"does not give back the weights .*o_proj.weight is 2 of its size away"):
+        done(models["Qwen3"], tmp_path / "out", "int8")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_package_that_packs_is_named(monkeypatch: Any, models: dict[str, Path], tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"needs the package compressed-tensors.*\nInstall it: pip install 'shardproof\[packed\]'"
+    ):
+        done(models["Qwen3"], tmp_path / "out", "fp8")
