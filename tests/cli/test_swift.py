@@ -980,7 +980,10 @@ def test_a_file_that_is_not_there_is_told() -> None:
         ),
         ("swift infer --model m --max_new_tokens none-of-it", "--max-new-tokens none-of-it"),
         ("swift infer --stream true", "RUN_DIR"),
-        ("swift export --model m --quant_bits 4", "quantise the folder that is written, with a tool for it"),
+        (
+            "swift export --model m --quant_bits 4",
+            "--quant-bits 4: an option of ms-swift without equivalent here; --quantize says how",
+        ),
         ("VIDEO_MIN_PIXELS=9 swift infer --model m", "VIDEO_MIN_PIXELS=9: nothing here reads it"),
     ],
 )

@@ -40,6 +40,28 @@ KNOWN = {"infer": InferConfig.model_fields, "export": ExportConfig.model_fields}
         ),
         ("export", "--model m --output-dir out --torch-dtype bfloat16", "m out --dtype bf16"),
         ("export", "run out --dtype bf16", "run out --dtype bf16"),
+        ("export", "--model m --quant-method fp8", "m m-fp8 --quantize fp8"),
+        (
+            "export",
+            "--adapters r --quant-method gptq --quant-bits 4 --dataset a b --quant-n-samples 9 --group-size 64",
+            "r r-int4 --dataset a b --samples 9 --group-size 64 --quantize int4",
+        ),
+        (
+            "export",
+            "--model m --quant-method awq --quant-bits 4 --quant-batch-size -1 --dataset a#5 --max-length 512",
+            "m m-int4 --dataset a#5 --max-length 512 --quantize int4",
+        ),
+        (
+            "export",
+            "--model m --quant-bits 8 --quant-method gptq_v2 --dataset a",
+            "m m-int8 --dataset a --quantize int8",
+        ),
+        (
+            "export",
+            "--model m --quant-bits 4 --quant-method bnb --bnb-4bit-quant-type nf4 --bnb-4bit-use-double-quant true",
+            "m m-nf4 --quantize nf4",
+        ),
+        ("export", "m out --quantize int4 --dataset a", "m out --quantize int4 --dataset a"),
     ],
 )
 def test_a_command_is_the_one_here(command, theirs, ours):
@@ -56,6 +78,14 @@ def test_a_command_is_the_one_here(command, theirs, ours):
         ("infer", "--model m --agent-template hermes", "--agent-template hermes: an option of ms-swift without"),
         ("infer", "--model m --per-device-train-batch-size 2", "an option of ms-swift without equivalent here"),
         ("export", "--model m --to-cached-dataset true", "rows are encoded in each run"),
+        (
+            "export",
+            "--model m --quant-method hqq --quant-bits 4",
+            "--quant-method hqq --quant-bits 4: an option of ms-s",
+        ),
+        ("export", "--model m --quant-method bnb --quant-bits 8", "int8 is the form of eight bits"),
+        ("export", "--model m --quant-method gptq --quant-bits 4", "without --dataset: .* name rows to calibrate with"),
+        ("export", "--model m --quant-method fp8 --load-data-args true", "--dataset names the rows to calibrate with"),
         ("export", "--model m --quant-bits 4", "--quant-bits 4: an option of ms-swift without equivalent"),
     ],
 )

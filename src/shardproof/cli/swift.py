@@ -158,7 +158,8 @@ def _of_finished(line: shell.Line) -> tuple[str, list[str], list[str]]:
         notes += [f"{reason} is left out" for reason in idle]
         given = {word for word in words if word.startswith("--")}
         for name, value in _from_environment(line.variables, "", notes).items():
-            if name in config.model_fields and options.flag(name) not in given:
+            about_rows = line.command != "export" or "--quantize" in given  # of which a plain export has none
+            if about_rows and name in config.model_fields and options.flag(name) not in given:
                 words += [options.flag(name), value]
         found = options.parse(parser(), words, command=line.command)
         options.build(config, {name: value for name, value in found.items() if name in config.model_fields})

@@ -15,8 +15,16 @@ RUN = ("adapters", "ckpt_dir", "resume_from_checkpoint", "model", "model_id_or_p
 
 RENAMED = {
     "infer": {"val_dataset": "dataset", "max_batch_size": "batch_size", "vllm_tensor_parallel_size": "nproc"},
-    "export": {"torch_dtype": "dtype"},
+    "export": {"torch_dtype": "dtype", "quant_n_samples": "samples"},
 }
+# How weights are packed, by Swift's method and bits. AWQ and GPTQ write the same kind of numbers.
+PACKED = {
+    ("fp8", ""): "fp8",
+    ("bnb", "4"): "nf4",
+    **{(method, "4"): "int4" for method in ("awq", "gptq", "gptq_v2")},
+    **{(method, "8"): "int8" for method in ("gptq", "gptq_v2")},
+}
+CALIBRATED = ("awq", "gptq", "gptq_v2")
 WITHOUT_EFFECT = {
     "infer": {
         "merge_lora": "adapters answer as they are",
@@ -36,6 +44,9 @@ WITHOUT_EFFECT = {
         "template": "the template goes with the tokenizer",
         "device_map": "weights are merged in the memory of this machine",
         "merge_device_map": "weights are merged in the memory of this machine",
+        "quant_batch_size": "rows go through the model one by one",
+        "bnb_4bit_compute_dtype": "the weights that are not packed say it",
+        "bnb_4bit_quant_storage": "transformers and vLLM read bytes",
     },
 }
 # By command and option: values that say what happens anyway, and what to do for the others.
@@ -52,11 +63,11 @@ INSTEAD = {
         "rows are encoded in each run; sft --row-cache keeps those with files",
     ),
     ("export", "hub_model_id"): (("none",), "'hf upload NAME FOLDER' afterwards"),
-    ("export", "dataset"): (("none",), "quantise the folder that is written, with a tool for it"),
     ("export", "to_mcore"): (("false",), "a tool of Megatron's reads the folder that is written"),
     ("export", "push_to_hub"): (("false",), "'hf upload NAME FOLDER' afterwards"),
-    ("export", "quant_bits"): (("none",), "quantise the folder that is written, with a tool for it"),
-    ("export", "quant_method"): (("none",), "quantise the folder that is written, with a tool for it"),
+    ("export", "bnb_4bit_quant_type"): (("nf4",), "--quantize nf4 has the more exact of the two"),
+    ("export", "bnb_4bit_use_double_quant"): (("true",), "scales are packed, too, always"),
+    ("export", "load_data_args"): (("false",), "--dataset names the rows to calibrate with"),
     ("export", "to_ollama"): (("false",), "'ollama create' reads the folder that is written"),
     ("export", "to_peft_format"): (("false",), "the adapters of a run are PEFT's"),
 }
@@ -79,6 +90,7 @@ def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[l
     words: list[str] = []
     notes: list[str] = []
     runs: dict[str, str] = {}
+    method: dict[str, str] = {}
     target: str | None = None
     for given, values in split_options(argv, places):
         name, text = given[2:].replace("-", "_"), " ".join(values)
@@ -88,6 +100,8 @@ def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[l
             runs[name] = text
         elif command == "export" and name == "output_dir":
             target = text
+        elif command == "export" and name in ("quant_method", "quant_bits"):
+            method[name] = text.lower().replace("none", "")
         elif name in RENAMED[command]:
             option = RENAMED[command][name]
             meant = VALUES["precision"] if option == "dtype" else {}
@@ -109,6 +123,7 @@ def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[l
                 words += as_words(given, values)
             else:
                 words += [w for option, said in found for w in as_words(flag(option), said)]
+    kind = _packed(method, words, notes)
     if not runs and target is None:
         return [*places, *words], notes
     named = next((name for name in RUN if name in runs), None)
@@ -117,7 +132,37 @@ def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[l
     notes += [f"{flag(name)} (--{named} says it)" for name in RUN if name in runs and name != named]
     if command == "export" and len(places) < 2:
         source = runs[named] if named is not None else "".join(places)
-        places = [source, target if target is not None else f"{source.rstrip('/')}-merged"]
+        places = [source, target if target is not None else f"{source.rstrip('/')}-{kind or 'merged'}"]
     elif named is not None:
         places = [runs[named]]
     return [*places, *words], notes
+
+
+def _packed(said: dict[str, str], words: list[str], notes: list[str]) -> str:
+    """Add to the words of a command how Swift packs weights. Returns the kind, if any.
+
+    Raises:
+        ConfigError: there is none of that method and so many bits, or it is not said how.
+    """
+    method, bits = said.get("quant_method", ""), said.get("quant_bits", "")
+    if not method:
+        if bits:
+            raise missing(f"--quant-bits {bits}", "--quantize says how, too: int4, int8, fp8 or nf4")
+        return ""
+    kind = PACKED.get((method, "" if method == "fp8" else bits))
+    if kind is None:
+        told = f"--quant-method {method}" + (f" --quant-bits {bits}" if bits else "")
+        raise missing(told, f"--quantize takes fp8, int8, int4 and nf4{_WHY.get((method, bits), '')}")
+    words += ["--quantize", kind]
+    if method in CALIBRATED and "--dataset" not in words:
+        raise missing(
+            f"--quant-method {method} without --dataset", "name rows to calibrate with, or take --quantize int4"
+        )
+    if method == "awq":
+        notes.append("the scaling of --quant-method awq (weights of the same form are rounded as by GPTQ)")
+    if kind == "int8":
+        notes.append("inputs in sixteen bits (int8 rounds what goes into layers, too, where they are computed)")
+    return kind
+
+
+_WHY = {("bnb", "8"): "; int8 is the form of eight bits that is computed fastest", ("awq", "8"): "; AWQ has four bits"}
