@@ -39,12 +39,12 @@ def calibrate(model: Any, places: Places, batches: Iterable[dict[str, Any]], pac
     """
     args = scheme_of(packing).weights
     scales: dict[str, Tensor] = {}
-    for path, block in told_of(places.blocks.items(), len(places.blocks)):
+    for path in told_of(places.blocks, len(places.blocks)):
         mine = [name for name in places.layers if name.startswith(f"{path}.")]
         if not mine:
             continue
         with torch.no_grad():
-            for name, sums in _inputs_of(model, block, mine, batches).items():
+            for name, sums in _inputs_of(model, model.get_submodule(path), mine, batches).items():
                 weight = model.get_parameter(name)
                 found = _fit(weight, sums, args)
                 scales |= _in_files(model, name, found)

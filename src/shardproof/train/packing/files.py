@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardproof.train.packing.kinds import PRESETS, Packing, scales_of, scheme_of
+from shardproof.train.packing.kinds import PRESETS, Packing, rows_together, scales_of, scheme_of
 from shardproof.train.packing.places import Places
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ Packs = Callable[[str, "Tensor"], dict[str, "Tensor"]]  # of the name of a layer
 def _compressed(packing: Packing, ignored: list[str], scales: Mapping[str, Tensor]) -> tuple[Packs, dict[str, Any]]:
     """In the form of compressed-tensors, and what a config says of it."""
     import compressed_tensors
+    import torch
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
@@ -52,11 +53,17 @@ def _compressed(packing: Packing, ignored: list[str], scales: Mapping[str, Tenso
     compressor: Any = BaseCompressor.get_value_from_registry(scheme.format.value)
 
     def in_bits(name: str, weight: Tensor) -> dict[str, Tensor]:
-        scale = scales.get(name)
-        scale = scales_of(weight, scheme.weights) if scale is None else scale.to(weight.dtype)
-        # In fp32: half precision would round what is to be rounded to integers.
-        made = compressor.compress({"weight": weight.float(), "weight_scale": scale.float()}, scheme)
-        return {f"{name}.{own}": value for own, value in {**made, "weight_scale": scale}.items()}
+        found = scales.get(name)
+        scale = scales_of(weight, scheme.weights) if found is None else found.to(weight.dtype)
+        rows = rows_together(weight)
+        parts = [  # in fp32: half precision would round what is to be rounded to integers
+            compressor.compress({"weight": part.float(), "weight_scale": by.float()}, scheme)
+            for part, by in zip(weight.split(rows), scale.split(rows), strict=True)
+        ]
+        made = {own: torch.cat([part[own] for part in parts]) for own in parts[0]} | {"weight_scale": scale}
+        if "weight_shape" in made:
+            made["weight_shape"] = torch.tensor(weight.shape)
+        return {f"{name}.{own}": value for own, value in made.items()}
 
     told = QuantizationConfig(
         config_groups={"group_0": scheme}, ignore=ignored, format=scheme.format.value, quantization_status="compressed"

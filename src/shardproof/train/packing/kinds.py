@@ -16,6 +16,7 @@ Quantize = Literal["fp8", "int8", "int4", "nf4"]
 # By name, what compressed-tensors calls it. The others are of bitsandbytes.
 PRESETS = {"fp8": "FP8_DYNAMIC", "int8": "W8A8", "int4": "W4A16"}
 GROUP = 128  # weights of a row that share a scale, in four bits
+TOGETHER = 2**18  # weights
 SHRUNK = 20  # smaller scales that are tried, down to 0.6 of what reaches the largest weight
 
 
@@ -70,12 +71,23 @@ def scheme_of(packing: Packing) -> Any:
 
 
 def scales_of(weight: Tensor, args: Any, importance: Tensor | None = None) -> Tensor:
-    """The scales that a weight [..., out, in] is rounded by, as `args` of compressed-tensors say: [..., out, groups] in
-    its dtype, or [..., out, 1] where a row has one.
+    """The scales that a weight [out, in] is rounded by, as `args` of compressed-tensors say: [out, groups] in its
+    dtype, or [out, 1] where a row has one.
 
     In four bits those of some smaller ones that leave the least squared error: what is cut of the largest weights may
     be less than what finer steps between all others gain. `importance`: of each column, [in].
     """
+    import torch
+
+    return torch.cat([_scales_of(part, args, importance) for part in weight.split(rows_together(weight))])
+
+
+def rows_together(weight: Tensor) -> int:
+    """How many rows of it are worked on at once, so that what is made of them stays small beside it."""
+    return max(1, TOGETHER // weight.shape[1])
+
+
+def _scales_of(weight: Tensor, args: Any, importance: Tensor | None) -> Tensor:
     from compressed_tensors.quantization.utils import calculate_qparams
 
     size = args.group_size or weight.shape[-1]

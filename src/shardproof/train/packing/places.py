@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 WHOLE = re.compile(r"(^|\.)((\w+_)?(router|gate)|linear_attn|mamba|ssm|temporal_block)(\.|$)")
+NUMBERED = re.compile(r"\.\d+(\.|$)")
 SHOWN = 3
 SIZES = (128, 64, 32, 16)  # of groups, that kernels know
 SAMPLED = 8  # columns of a weight that are compared when it is read again
@@ -34,7 +35,7 @@ class Places:
     """The weights to pack.
 
     Attributes:
-        blocks: the blocks that they are in, by name.
+        blocks: the names of the blocks that they are in.
         layers: of each parameter that is packed (a linear layer's, or all experts of a layer in one), the linear layers
             that it is in the files, by name, and the lengths of their rows.
         ignored: what of all linear layers is not packed, as compressed-tensors' patterns of names.
@@ -42,7 +43,7 @@ class Places:
         samples: some columns of each, before they were packed.
     """
 
-    blocks: dict[str, nn.Module]
+    blocks: list[str]
     layers: dict[str, dict[str, int]]
     ignored: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -84,8 +85,9 @@ def places_in(model: Any, packing: Packing) -> Places:
     experts = [name for name in (*names, *sorted(kept)) if not name.endswith(".weight") and _in_files(model, name)]
     _check_experts(experts, kept, packing)
     _check_shapes(layers, packing)
-    found = Places(blocks, layers)
-    found.ignored, found.skipped = _ignored(model, found), _skipped(model, found)
+    found = Places([*blocks], layers)
+    found.skipped = _skipped(model, found)
+    found.ignored = _ignored(model, found)
     return found
 
 
@@ -194,27 +196,29 @@ def _common(names: list[str]) -> str:
 
 
 def _ignored(model: Any, places: Places) -> list[str]:
-    """Patterns for the linear layers that are not packed, by their names in files and in the model, as readers go by
-    either: numbers of blocks are left open where all of them are alike."""
+    """Patterns for the linear layers that are not packed. Readers go by their names in files, or in a model of their
+    own, which has other words in front: a head, or a whole tower, is known by its last word, and what blocks have by
+    those from `layers` on, without numbers, where all of them are alike."""
     import torch
-    from torch import nn
     from transformers.core_model_loading import revert_weight_conversion
 
-    in_model = {name.removesuffix(".weight") for name in places.layers}
-    whole = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in in_model}
-    every = {n: torch.empty(p.shape, device="meta") for n, p in model.state_dict().items()}
+    every = {name: torch.empty(p.shape, device="meta") for name, p in model.state_dict().items()}
     # Routers are linear layers to readers, whatever class they have here.
-    saved = {
+    saved = [
         name.removesuffix(".weight")
         for name, value in revert_weight_conversion(model, every).items()
         if name.endswith(".weight") and value.dim() == 2
-    }
-    packed = in_model | places.packed
-    names = sorted((whole | saved) - packed)
-    patterns = dict.fromkeys(_pattern(name) for name in names)
-    clash = [p for p in patterns if any(re.fullmatch(f"(.*\\.)?{p}", name) for name in packed)]
-    alone = [name for name in names if _pattern(name) in clash]
-    return [*(f"re:(.*\\.)?{pattern}$" for pattern in patterns if pattern not in clash), *alone]
+    ]
+    packed = {name.removesuffix(".weight") for name in places.layers} | places.packed
+    found: dict[str, str] = {}
+    for name in [*places.skipped, *(name for name in saved if name not in packed)]:
+        if not any(re.fullmatch(pattern, name) for pattern in found.values()):
+            pieces = name.split(".")
+            first = next((i - 1 for i, piece in enumerate(pieces) if piece.isdigit()), len(pieces) - 1)
+            found[name] = rf"(.*\.)?{_pattern('.'.join(pieces[first:]))}(\..*)?"
+            if any(re.fullmatch(found[name], other) for other in packed):
+                found[name] = re.escape(name)
+    return [f"re:{pattern}$" for pattern in dict.fromkeys(found.values())]
 
 
 def _skipped(model: Any, places: Places) -> list[str]:
@@ -227,9 +231,7 @@ def _skipped(model: Any, places: Places) -> list[str]:
         if name and name not in above | packed and not any(name.startswith(f"{one}.") for one in found):
             found += [name] if any(isinstance(inner, nn.Linear) for inner in module.modules()) else []
     # vLLM has other words in front of a tower or a head, and looks for the last one, too.
-    return list(
-        dict.fromkeys([*found, *(name.rpartition(".")[2] for name in found if not re.search(r"\.\d+\.", name))])
-    )
+    return list(dict.fromkeys([*found, *(name.rpartition(".")[2] for name in found if not NUMBERED.search(name))]))
 
 
 def _pattern(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardproof.train import run
 from shardproof.train.model.loading import tokenizer_of
-from shardproof.train.options.config import Batch, SftConfig
+from shardproof.train.options.config import Batch, RunConfig, SftConfig
 from shardproof.train.packing.kinds import Packing
 from shardproof.train.rows.media import files_taken
 from shardproof.train.seq_cls.labelling import labels_in, labels_of
@@ -19,7 +19,16 @@ from shardproof.train.sft import recipe as sft
 
 LONGEST = 2048  # tokens of a row, of a model whose run is not known
 GROUPS = ("Data", "Media")  # of a run's options, what says how rows are read
-OTHERWISE = ("dataset", "interleave_prob", "val_split", "streaming", "shuffle_buffer_size", "row_cache", "packing")
+OTHERWISE = (
+    "dataset",
+    "val_dataset",
+    "interleave_prob",
+    "val_split",
+    "streaming",
+    "shuffle_buffer_size",
+    "row_cache",
+    "packing",
+)
 OF_LABELS = ("task", "plain", "num_labels", "label_names", "problem_type")
 
 
@@ -94,10 +103,9 @@ _ALONE = Batch(micro=1, accumulation=1, world_size=1)
 
 
 def _options(recorded: dict[str, Any], folder: Path, takes_files: bool) -> dict[str, Any]:
-    fields = SftConfig.model_fields
-    groups = {name: (field.json_schema_extra or {}).get("group") for name, field in fields.items()}  # type: ignore[union-attr]
-    taken = {name: value for name, value in recorded.items() if groups.get(name) in GROUPS and name not in OTHERWISE}
-    taken.pop("val_dataset", None)
+    # Of all recipes: rlhf has others under the same names.
+    about_rows = {n for n, f in RunConfig.model_fields.items() if f.json_schema_extra["group"] in GROUPS}  # type: ignore
+    taken = {name: value for name, value in recorded.items() if name in about_rows.difference(OTHERWISE)}
     if recorded.get("task") == "seq_cls":
         taken |= {name: recorded[name] for name in OF_LABELS if name in recorded}
     elif (labels := labels_in(folder)) is not None:
@@ -108,8 +116,8 @@ def _options(recorded: dict[str, Any], folder: Path, takes_files: bool) -> dict[
             "num_labels": len(labels.names),
             "problem_type": labels.problem,
         }
-    elif "plain" in recorded:
-        taken["plain"] = recorded["plain"]
+    elif "rlhf_type" not in recorded:
+        taken |= {name: recorded[name] for name in ("plain", "loss") if name in recorded}
     return taken | {"model": str(folder), "truncation": "drop" if takes_files else "right"}
 
 
