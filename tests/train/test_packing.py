@@ -41,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     texts = [{"query": f"what comes after {i}?", "response": f"it is {i + 1}"} for i in range(12)]
     file.write_text("\n".join(map(json.dumps, texts)))
@@ -119,10 +119,10 @@ def test_calibrated_weights_are_closer_in_what_they_compute(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_calibrate_every_block(models: dict[str, Path], rows: Path, tmp_path: Path, family: str) -> None:
+def test_rows_calibrate_every_block(models: dict[str, Path], asked: Path, tmp_path: Path, family: str) -> None:
     """What is packed are the weights that were fitted, and of both its loss is told."""
     alone = done(models[family], tmp_path / "alone", "int4")
-    made = done(models[family], tmp_path / "out", "int4", dataset=(str(rows),), samples=8)
+    made = done(models[family], tmp_path / "out", "int4", dataset=(str(asked),), samples=8)
     assert made.packed is not None
     assert made.packed.calibrated == 8
     assert made.packed.before is not None
@@ -161,7 +161,7 @@ def test_patterns_leave_weights_as_they_are(models: dict[str, Path], tmp_path: P
             "Qwen3Moe",
             "int4",
             {"keep": ("experts",)},
-            "experts are to stay as they are, .*\nPack them, too, or take --quantize fp8",
+            "does not read as they are beside layers in four bits.\nTake --quantize fp8",
         ),
         ("Qwen3Moe", "nf4", {}, "are experts"),
         ("Qwen3", "fp8", {"keep": ("expert",)}, "--keep expert: no weight that would be packed has such a name"),
@@ -209,3 +209,67 @@ def test_the_package_that_packs_is_named(monkeypatch: Any, models: dict[str, Pat
         ConfigError, match=r"needs the package compressed-tensors.*\nInstall it: pip install 'shardproof\[packed\]'"
     ):
         done(models["Qwen3"], tmp_path / "out", "fp8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen2_5_omni"])
+def test_rows_with_files_calibrate_a_model_whose_towers_stay(
+    tiny_models: Any, media_files: Path, tmp_path: Path, kind: str
+) -> None:
+    from safetensors.torch import load_file
+
+    rows = media_files / f"{kind}.jsonl"
+    seen = {"query": "<image>What is it?", "response": "a picture", "images": ["a.png"]}
+    rows.write_text("\n".join(map(json.dumps, [seen, {"query": "And now?", "response": "nothing"}])))
+    made = export(str(tiny_models(kind)), str(tmp_path / "out"), packing=Packing("int4", 16, dataset=(str(rows),)))
+    assert made.packed is not None
+    assert made.packed.calibrated == 2
+    assert made.packed.before is not None
+    assert made.packed.before.loss is not None
+    values = load_file(made.folder / "model.safetensors")
+    packed = {name for name in values if name.endswith("weight_packed")}
+    assert len(packed) == made.packed.layers
+    assert not [
+        name for name in packed if any(part in name for part in ("visual", "audio", "talker", "lm_head", "gate."))
+    ]
+    ignored = json.loads((made.folder / "config.json").read_text())["quantization_config"]["ignore"]
+    assert r"re:(.*\.)?visual(\..*)?$" in ignored
+
+
+@pytest.mark.slow
+def test_experts_of_a_talker_are_experts(tiny_models: Any, tmp_path: Path) -> None:
+    folder = str(tiny_models("qwen3_omni_moe"))
+    with pytest.raises(ConfigError, match=r"talker.* are experts, .*\nTake --quantize fp8"):
+        export(folder, str(tmp_path / "out"), packing=Packing("int4", 16))
+    made = export(folder, str(tmp_path / "out"), packing=Packing("fp8"))
+    assert made.packed is not None
+    assert made.packed.layers > 8
+
+
+@pytest.mark.slow
+def test_runs_are_packed_by_the_command(commands: Any, sft: Any, asked: Path) -> None:
+    """Adapters are merged first, the run says how rows are read, what it costs is printed, and it is trained on."""
+    labelled = asked.with_name("labelled.jsonl")
+    labelled.write_text("\n".join(json.dumps({"query": f"is {i} even", "label": i % 2}) for i in range(12)))
+    short = ["--max-steps", "2", "--save-steps", "1"]
+    small = ["--quantize", "int4", "--group-size", "64", "--samples", "6", "--dataset"]
+    runs = commands(
+        [
+            ("lora", sft(*short, "--tuner", "lora")),
+            ("labels", sft(*short, "--task", "seq_cls", "--num-labels", "2", "--dataset", str(labelled))),
+            ("packed", ["export", "RUNS/lora/checkpoint-1", "OUT", *small, str(asked)]),
+            ("of labels", ["export", "RUNS/labels", "OUT", *small, str(labelled)]),
+            ("alone", ["export", "RUNS/lora", "OUT", "--quantize", "fp8"]),
+            ("idle", ["export", "RUNS/lora", "OUT", "--group-size", "64"]),
+            ("asked", ["infer", "RUNS/packed", "--prompt", "what comes after 3?", "--max-new-tokens", "3"]),
+            ("goes on", sft("--nproc", "2", "--stage", "3", *short, "--tuner", "lora", "--model", "RUNS/packed")),
+        ]
+    )
+    assert (
+        "int4, calibrated with 6 rows); embedding, head, routers and towers are as they were" in runs["packed"].output
+    )
+    assert "cost: loss " in runs["packed"].output
+    assert " of 6 rows get the label that they got (6 rows)" in runs["of labels"].output
+    assert "cost: logits of 16 tokens moved by" in runs["alone"].output
+    assert "--group-size is about packed weights: add --quantize" in runs["idle"].output
+    assert {name: run.code for name, run in runs.items()} == {name: 2 * (name == "idle") for name in runs}

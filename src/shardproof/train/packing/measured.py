@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.nn.functional as F
 
 from shardproof.data.encoding.beside import told_of
+from shardproof.data.encoding.encode import IGNORE
 from shardproof.zero.device import default_device, free_memory
 
 if TYPE_CHECKING:
@@ -27,30 +28,29 @@ class Measured:
     """What rows gave.
 
     Attributes:
-        loss: the mean of all tokens that are learnt; None where rows have none.
-        found: otherwise of each row its scores, labels' logits or vector: [rows, size], fp32.
-        labels: whether the largest of these is the label of its row.
+        found: fp32; the loss of each token that is learnt, or of each row its scores, labels' logits or vector: [rows,
+            size].
+        of: what that is.
     """
 
     rows: int
-    loss: float | None
-    found: torch.Tensor | None = None
-    labels: bool = False
+    found: torch.Tensor
+    of: Literal["tokens", "labels", "vectors"]
 
     @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) if self.loss is not None else bool(self.found.isfinite().all())  # type: ignore[union-attr]
+    def loss(self) -> float | None:
+        """The mean of all tokens that are learnt, if any are."""
+        return float(self.found.mean()) if self.of == "tokens" else None
 
     def told(self, after: Measured) -> str:
         """What a user is told of the two."""
-        if self.loss is not None and after.loss is not None:
-            return f"loss {self.loss:.4f} before, {after.loss:.4f} after"
         before, now = self.found, after.found
-        if before is None or now is None:
-            return ""
+        if self.of == "tokens":
+            moved = float((now - before).abs().mean())
+            return f"loss {self.loss:.4f} before, {after.loss:.4f} after; that of a token moves by {moved:.2g}"
         away = float((now - before).norm() / before.norm().clamp_min(1e-30))
         told = f"what it gives is {away:.2g} of its size away from what it gave"
-        if self.labels and before.shape[1] > 1:
+        if self.of == "labels" and before.shape[1] > 1:
             same = int((before.argmax(1) == now.argmax(1)).sum())
             told += f"; {same:,} of {len(before):,} rows get the label that they got"
         return told
@@ -58,20 +58,22 @@ class Measured:
 
 def measure(model: Any, batches: Batches) -> Measured:
     """Go through the rows once, without gradients."""
-    total, tokens, found, labels = 0.0, 0, [], False
+    found: list[torch.Tensor] = []
+    of: Literal["tokens", "labels", "vectors"] = "tokens" if batches.learns else "vectors"
     with torch.no_grad(), at_work(model) as device:
         for batch in told_of(batches.on(device), len(batches)):
+            labels = batch.pop("labels", None)
             out = model(**batch)
-            if batches.learns:
-                learnt = int((batch["labels"][:, 1:] != -100).sum())
-                total, tokens = total + float(out.loss) * learnt, tokens + learnt
-            else:
-                value = out.logits if hasattr(out, "logits") else out.last_hidden_state[:, -1]
-                labels = hasattr(out, "logits")
-                found.append(value.float().reshape(1, -1).cpu())
-    if batches.learns:
-        return Measured(len(batches), total / max(tokens, 1))
-    return Measured(len(batches), None, torch.cat(found), labels)
+            if labels is not None:
+                learnt = labels[:, 1:] != IGNORE
+                found.append(
+                    F.cross_entropy(out.logits[:, :-1][learnt].float(), labels[:, 1:][learnt], reduction="none")
+                )
+                continue
+            of = "labels" if hasattr(out, "logits") else "vectors"
+            value = out.logits if hasattr(out, "logits") else out.last_hidden_state[:, -1]
+            found.append(value.float().reshape(1, -1))
+    return Measured(len(batches), torch.cat(found).cpu(), of)
 
 
 @contextmanager

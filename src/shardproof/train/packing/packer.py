@@ -90,7 +90,7 @@ class Packer:
                 " It is left there to be looked at."
             )
         after = measure(model, self.rows) if self.rows is not None else None
-        if moved != moved or (after is not None and not after.finite):
+        if moved != moved or (after is not None and not after.found.isfinite().all()):
             raise ConfigError(
                 f"Packed by --quantize {self.packing.kind}, the model computes NaN. {folder} is left there to be looked"
                 f" at.\nTake another --quantize, or leave layers as they are: --keep."

@@ -82,8 +82,7 @@ def places_in(model: Any, packing: Packing) -> Places:
         raise ConfigError(f"--quantize: the blocks of {type(model).__name__} have no linear layers to pack.")
     layers = {name: _in_files(model, name) for name in names}
     _check_files(model, layers, packing)
-    experts = [name for name in (*names, *sorted(kept)) if not name.endswith(".weight") and _in_files(model, name)]
-    _check_experts(experts, kept, packing)
+    _check_experts(model, set(names), packing)
     _check_shapes(layers, packing)
     found = Places([*blocks], layers)
     found.skipped = _skipped(model, found)
@@ -113,7 +112,12 @@ def _candidates(blocks: dict[str, nn.Module]) -> Iterable[str]:
             if type(inner) is nn.Linear:
                 yield f"{path}.weight"
             elif name.endswith("experts"):
-                yield from (f"{path}.{own}" for own, p in inner.named_parameters(recurse=False) if p.dim() == 3)
+                yield from _stacked(path, inner)
+
+
+def _stacked(path: str, experts: nn.Module) -> Iterable[str]:
+    """The parameters of a layer's experts, each of all of them."""
+    return (f"{path}.{own}" for own, p in experts.named_parameters(recurse=False) if p.dim() == 3)
 
 
 def _in_files(model: Any, name: str) -> dict[str, int]:
@@ -146,27 +150,25 @@ def _check_files(model: Any, layers: dict[str, dict[str, int]], packing: Packing
         )
 
 
-def _check_experts(experts: list[str], kept: set[str], packing: Packing) -> None:
-    """Raise ConfigError for what transformers does not read of experts that it puts together.
-
-    Args:
-        experts: those to pack, or to keep, that files hold one by one.
-        kept: the parameters that stay as they are.
-    """
-    if not experts:
+def _check_experts(model: Any, packed: set[str], packing: Packing) -> None:
+    """Raise ConfigError for what transformers does not read of experts that it puts together of those in files: as it
+    reads packed weights, it takes all experts to be packed alike, a talker's, too."""
+    modules = ((name, module) for name, module in model.named_modules() if name.endswith("experts"))
+    every = [name for path, module in modules for name in _stacked(path, module) if _in_files(model, name)]
+    whole = [name for name in every if name not in packed]
+    instead = "--quantize fp8"
+    if every and packing.kind == "int8":
+        why, instead = "does not read in eight-bit integers", "--quantize fp8 or int4"
+    elif len(every) > len(whole) and packing.kind == "nf4":
+        why, instead = "does not read in four bits of bitsandbytes", "--quantize fp8 or --quantize nf4 --keep experts"
+    elif whole and packing.kind == "int4":
+        why, every = "does not read as they are beside layers in four bits", whole
+    else:
         return
-    if packing.kind == "int8" or (packing.kind == "nf4" and not set(experts) <= kept):
-        told = "--quantize nf4 --keep experts" if packing.kind == "nf4" else "int4"
-        form = "eight-bit integers" if packing.kind == "int8" else "four bits of bitsandbytes"
-        raise ConfigError(
-            f"--quantize {packing.kind}: {_some(experts)} are experts, which transformers {_version()} does not read in"
-            f" {form}.\nTake --quantize fp8 or {told}."
-        )
-    if packing.kind == "int4" and kept.intersection(experts):
-        raise ConfigError(
-            "--quantize int4: experts are to stay as they are, which transformers"
-            f" {_version()} does not read beside layers in four bits.\nPack them, too, or take --quantize fp8."
-        )
+    raise ConfigError(
+        f"--quantize {packing.kind}: {_some(every)} are experts, which transformers {_version()} {why}.\n"
+        f"Take {instead}."
+    )
 
 
 def _check_shapes(layers: dict[str, dict[str, int]], packing: Packing) -> None:
