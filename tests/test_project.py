@@ -84,6 +84,7 @@ FOR_OTHERS = {
 }
 TOOLS = {"import-linter", "mypy", "pytest-timeout", "pytest-xdist", "ruff", "types-PyYAML"}
 MODULES = {"pyyaml": "yaml", "pillow": "PIL", "scikit-learn": "sklearn", "modelscope-hub": "modelscope_hub"}
+MODULES |= {"compressed-tensors": "compressed_tensors"}
 MODULES |= {"sentence-transformers": "sentence_transformers", "pytorch-lightning": "pytorch_lightning"}
 
 
