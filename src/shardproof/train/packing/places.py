@@ -10,7 +10,7 @@ and errors in them are large, or are nowhere computed with packed weights.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -122,21 +122,27 @@ def _stacked(path: str, experts: nn.Module) -> Iterable[str]:
 
 def _in_files(model: Any, name: str) -> dict[str, int]:
     """The linear layers in files that transformers saves a parameter as, and the lengths of their rows; none where it
-    is not one of theirs there."""
+    is not one of theirs there, or a layer here is several of them."""
+    weight = model.get_parameter(name)
+    saved = _saved(model, {name: weight})
+    if any(value.dim() != 2 or not found.endswith(".weight") for found, value in saved.items()):
+        return {}
+    if sum(value.numel() for value in saved.values()) != weight.numel() or (weight.dim() == 2 and len(saved) > 1):
+        return {}
+    return {found.removesuffix(".weight"): value.shape[1] for found, value in saved.items()}
+
+
+def _saved(model: Any, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What transformers makes of these when it saves them, without values; nothing where it cannot."""
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
-    weight = model.get_parameter(name)
-    empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
     try:
-        saved = revert_weight_conversion(model, {name: empty})
-    except Exception:  # whatever an operation raises that wants other weights beside it
+        return dict(
+            revert_weight_conversion(model, {n: torch.empty(v.shape, device="meta") for n, v in values.items()})
+        )
+    except Exception:  # whatever an operation raises that wants other weights, or values
         return {}
-    if any(value.dim() != 2 or not found.endswith(".weight") for found, value in saved.items()):
-        return {}
-    if sum(value.numel() for value in saved.values()) != weight.numel():
-        return {}
-    return {found.removesuffix(".weight"): value.shape[1] for found, value in saved.items()}
 
 
 def _check_files(model: Any, layers: dict[str, dict[str, int]], packing: Packing) -> None:
@@ -201,14 +207,10 @@ def _ignored(model: Any, places: Places) -> list[str]:
     """Patterns for the linear layers that are not packed. Readers go by their names in files, or in a model of their
     own, which has other words in front: a head, or a whole tower, is known by its last word, and what blocks have by
     those from `layers` on, without numbers, where all of them are alike."""
-    import torch
-    from transformers.core_model_loading import revert_weight_conversion
-
-    every = {name: torch.empty(p.shape, device="meta") for name, p in model.state_dict().items()}
     # Routers are linear layers to readers, whatever class they have here.
     saved = [
         name.removesuffix(".weight")
-        for name, value in revert_weight_conversion(model, every).items()
+        for name, value in _saved(model, model.state_dict()).items()
         if name.endswith(".weight") and value.dim() == 2
     ]
     packed = {name.removesuffix(".weight") for name in places.layers} | places.packed
