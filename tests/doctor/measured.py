@@ -58,7 +58,7 @@ def held_and_moved(config: PlanConfig) -> dict[str, float]:
         model, sequence = made(config)
         buffers = storages(model.buffers())
         precision = None if config.stochastic_rounding else mixed_precision(config.precision, config.reduce_dtype)
-        if config.tuner == "lora":
+        if config.tuner != "full":
             hold_as_computed(model, precision)
         mesh = hybrid_mesh(config.shard_group, torch.device("cpu"))
         model = shard_prepared(model, stage, precision, None, mesh)
@@ -121,7 +121,7 @@ def made(config: PlanConfig) -> tuple[Any, SequenceParallel | None]:
     model = with_adapters(in_bits(choose_checkpointing(model, again), recipe), recipe, task).train()
     if again not in ("no", 0):
         enable_checkpointing(model, config.checkpointing_reentrant)
-        if config.tuner == "lora":
+        if config.tuner != "full":
             model.enable_input_require_grads()
     if config.task == "generative_reranker":
         last_logits_only(model)

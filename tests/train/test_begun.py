@@ -234,25 +234,26 @@ def test_what_holds_no_adapters_is_refused(adapters: Path, tiny: Path, tmp_path:
     (tmp_path / "torn" / "adapter_config.json").write_text('{"r": ')
     with pytest.raises(ConfigError, match=r"adapter_config.json cannot be read: Expecting value"):
         parsed("--adapters", str(tmp_path / "torn"))
-    other = json.loads((adapters / "adapter_config.json").read_text()) | {"peft_type": "IA3"}
-    shutil.copytree(adapters, tmp_path / "ia3")
-    (tmp_path / "ia3" / "adapter_config.json").write_text(json.dumps(other))
-    with pytest.raises(ConfigError, match=r"IA3, and LoRA is trained here\. Merge them first: shardproof export"):
-        parsed("--adapters", str(tmp_path / "ia3"))
+    other = json.loads((adapters / "adapter_config.json").read_text()) | {"peft_type": "POLY"}
+    shutil.copytree(adapters, tmp_path / "poly")
+    (tmp_path / "poly" / "adapter_config.json").write_text(json.dumps(other))
+    with pytest.raises(ConfigError, match=r"POLY, which is not trained on here\. Merge them first: shardproof export"):
+        parsed("--adapters", str(tmp_path / "poly"))
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
         ("LORA", r"Merge them .* Or continue training them: --adapters"),
-        ("IA3", r"Merge them into their model first: shardproof export \S+ FOLDER, then --model FOLDER\.$"),
+        ("IA3", r"Merge them .* Or continue training them: --adapters"),
+        ("POLY", r"Merge them into their model first: shardproof export \S+ FOLDER, then --model FOLDER\.$"),
         ("PREFIX_TUNING", r"They are PEFT's PREFIX_TUNING, .* cannot be merged .* Their model: \S+\.$"),
     ],
 )
 def test_adapters_in_the_place_of_a_model_are_told_what_becomes_of_their_kind(
     adapters: Path, tmp_path: Path, kind: str, said: str
 ) -> None:
-    """All were sent to --adapters, which takes LoRA alone, and to export, which cannot merge what stands beside."""
+    """All were sent to --adapters, which takes what is trained here, and to export, which cannot merge all of them."""
     other = json.loads((adapters / "adapter_config.json").read_text()) | {"peft_type": kind}
     (tmp_path / "adapter_config.json").write_text(json.dumps(other))
     with pytest.raises(ConfigError, match=rf"holds adapters only\. {said}"):
@@ -263,7 +264,9 @@ def test_adapters_beside_a_model_are_not_to_be_merged(adapters: Path, tmp_path: 
     other = json.loads((adapters / "adapter_config.json").read_text()) | {"peft_type": "PROMPT_TUNING"}
     shutil.copytree(adapters, tmp_path / "prompt")
     (tmp_path / "prompt" / "adapter_config.json").write_text(json.dumps(other))
-    with pytest.raises(ConfigError, match=r"PROMPT_TUNING, and LoRA is trained here\. They are .* cannot be merged"):
+    with pytest.raises(
+        ConfigError, match=r"PROMPT_TUNING, which is not trained on here\. They are .* cannot be merged"
+    ):
         parsed("--adapters", str(tmp_path / "prompt"))
 
 

@@ -118,7 +118,7 @@ def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
     if typing.get_origin(kind) is dict:
         metavar = "FIELD=COLUMN" if name == "columns" else "NAME=X"
         return {"action": "extend", "nargs": "+", "metavar": metavar, "help": text}
-    return {"metavar": {int: "N", float: "X"}.get(kind, "TEXT"), "help": text}
+    return {"metavar": _said(field, "values") or {int: "N", float: "X"}.get(kind, "TEXT"), "help": text}
 
 
 def _shown(value: Any) -> str:

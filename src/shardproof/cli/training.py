@@ -342,7 +342,7 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
     if not code and config.early_stop and folder.last_step() < prepared.steps:
         worse = f"{config.best_metric} was no better in {config.early_stop} evaluation(s)"
         print(f"ended after step {folder.last_step()} of {prepared.steps}: {worse}")
-    kind = "adapter" if config.tuner == "lora" else "weights"
+    kind = "adapter" if config.tuner != "full" else "weights"
     turned = f" (of rank {2 * config.lora_rank}, for the model as it was)" if takes_from_weights(config) else ""
     print(f"{kind}: {folder.model}{turned}")
     if config.talks:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from shardproof.train.options.config import SftConfig
 from shardproof.train.options.option import Finite, Named, Names, Task, option
 from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.options.tuners import TUNERS, Tuner, TunerArguments
 
 POWERS_OF_TWO = [1 << n for n in range(11)]
 Offload = Literal["none", "optimizer", "all", "nvme"]
@@ -23,7 +24,8 @@ class PlanConfig(BaseModel):
     model: Named = option(
         "Model", "", "folder or hub id of a model, or its config.json alone: weights are not needed; 'tiny' to try"
     )
-    tuner: Literal["full", "lora"] = option("Model", "full", "train every weight, or LoRA adapters only")
+    tuner: Tuner = option("Model", "full", "train every weight, or which adapters", values="|".join(TUNERS))
+    tuner_arguments: TunerArguments = option("Model", {}, "what such a kind takes, such as boft_block_size=4")
     lora_rank: int = option("Model", 16, "rank of the adapters", ge=1)
     target_modules: list[str] = option("Model", ["all-linear"], "modules that get adapters, by the words of sft")
     target_parameters: list[str] = option("Model", [], "matrices that get adapters, too, by the words of sft")

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from shardproof.errors import ShardproofError
 from shardproof.models.families.anatomy import anatomy, guessed_part
 from shardproof.models.families.family import FED_BY, MEDIA
 from shardproof.train.options.rlhf_config import draws_answers
+from shardproof.train.options.tuners import KINDS, LORA
 from shardproof.train.run import Prepared
 from shardproof.zero.comm.world import is_first
 from shardproof.zero.device import default_device
@@ -35,7 +37,7 @@ ROSE = 1.1  # a loss that is higher by this factor after two steps on the very r
 NORM = 1e4  # a gradient norm beyond this is out of any order
 OWN_SIZE = 0.3  # a step that changes the matrices by this share of themselves soon leaves little of them
 SAMPLE = 2048  # elements of each parameter's slice that are compared
-ADAPTER = ".lora_"
+ADAPTER = re.compile(rf"\.({'|'.join([LORA, 'hada', *KINDS])})_")  # of PEFT's parameters, behind the place of a layer
 NETWORK = 16 << 20  # bytes that are sent to measure
 
 
@@ -232,14 +234,14 @@ def _behind_features(has_gradient: Mapping[str, bool], part_of: Mapping[str, str
 
 def _unread(has_gradient: Mapping[str, bool]) -> list[str]:
     """Adapters on layers of a name of which no block gives a gradient, where layers of another name do."""
-    adapters = [name for name in has_gradient if ADAPTER in name]
+    adapters = [name for name in has_gradient if ADAPTER.search(name)]
     called = {_layer(name) for name in adapters if has_gradient[name]}
     return [name for name in adapters if _layer(name) not in called] if called else []
 
 
 def _layer(name: str) -> str:
     """The place of an adapter's layer, the same in all blocks."""
-    return ".".join(word for word in name.partition(ADAPTER)[0].split(".") if not word.isdigit())
+    return ".".join(word for word in ADAPTER.split(name)[0].split(".") if not word.isdigit())
 
 
 def _waits_for(name: str, part: str, kinds: Collection[str]) -> bool:

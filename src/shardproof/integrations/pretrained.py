@@ -158,7 +158,8 @@ class _Deferring:
 
 def lend_readers(model: nn.Module) -> None:
     """What PEFT has made of modules without values reads what they read, unless it was given values since, those of an
-    adapter that was loaded: copies of them (`modules_to_save`), and the lengths of their rows (DoRA)."""
+    adapter that was loaded: copies of them (`modules_to_save`, norms that are tuned), and the lengths of their rows
+    (DoRA)."""
     named = dict(model.named_parameters(remove_duplicate=False))
     for name, p in named.items():
         reader = None if READER in p.__dict__ else _lent(model, named, name)
@@ -170,14 +171,16 @@ def _lent(model: nn.Module, named: dict[str, nn.Parameter], name: str) -> Callab
     """What reads a parameter of PEFT's, if it was made of one without values."""
     copied, is_copy, after = name.rpartition(".modules_to_save.")
     adapted, is_length, _ = name.rpartition(".lora_magnitude_vector.")
-    if not (is_copy or is_length):
-        return None
-    original = named.get(
-        f"{copied}.original_module.{after.partition('.')[2]}" if is_copy else f"{adapted}.base_layer.weight"
+    tuned, is_norm, own = name.rpartition(".ln_tuning_layers.")
+    sources = (
+        (is_copy, f"{copied}.original_module.{after.partition('.')[2]}"),
+        (is_norm, f"{tuned}.base_layer.{own.partition('.')[2]}"),
+        (is_length, f"{adapted}.base_layer.weight"),
     )
+    original = named.get(next((source for there, source in sources if there), ""))
     if original is None or READER not in original.__dict__:
         return None
-    if is_copy:
+    if is_copy or is_norm:
         read: Callable[[int, int], torch.Tensor] = original.__dict__[READER]
         return read
     return partial(_lengths, original, bool(model.get_submodule(name.rpartition(".")[0]).fan_in_fan_out))

@@ -306,7 +306,7 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
             raise ConfigError(f"{path.parent} lacks the folder {BASE}, the model that {path} is a checkpoint of.")
         source = str(kept[0])
     check_base(path, source, file)
-    if config.tuner == "lora":
+    if config.tuner != "full":
         tell_other_weights(path.parent, source)
         check_begun(config, path)
     processing = load_processing(source, config)

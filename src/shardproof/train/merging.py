@@ -15,6 +15,7 @@ from shardproof.zero.device import host_memory
 
 log = logging.getLogger("shardproof")
 
+INSTEAD = "`infer` and PEFT load them as they are."
 MERGED = 1e-3  # what merging may change of the logits, in fp32, relative to the largest
 
 
@@ -32,7 +33,7 @@ def merged(model: Any, ids: Any, rounded: bool) -> tuple[Any, float | None]:
     if not hasattr(model, "merge_and_unload") or getattr(how, "alora_invocation_tokens", None):
         raise ConfigError(
             f"What was trained (PEFT's {how.peft_type.value}) is beside the model, or there for some inputs only, and"
-            " cannot be merged into its weights. `infer` and PEFT load them as they are."
+            f" cannot be merged into its weights. {INSTEAD}"
         )
     own = {_plain(name): dtype for name, _, dtype in _halves(model.get_base_model())}
     _untie(model)
@@ -44,9 +45,12 @@ def merged(model: Any, ids: Any, rounded: bool) -> tuple[Any, float | None]:
     else:
         _widen(model)
         before = logits(model, ids)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="All adapters are already merged")
-        model = model.merge_and_unload(safe_merge=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="All adapters are already merged")
+            model = model.merge_and_unload(safe_merge=True)
+    except (ValueError, NotImplementedError) as reason:  # of BEFT, which learns biases that a layer may not have
+        raise ConfigError(f"PEFT cannot merge these: {reason}. {INSTEAD}") from reason
     error = None if before is None else float((logits(model, ids) - before).abs().max() / before.abs().max())
     if error is not None and not error <= MERGED:
         why = "they do not fit"

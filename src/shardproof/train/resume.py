@@ -40,7 +40,17 @@ CONTENTS = (
 # Options that the state of an optimizer, adapters or a head have taken in, and those by which only coming steps differ.
 FIXED = (
     *("rlhf_type", "learning_rate", "part_learning_rates", "lorap_lr_ratio", "weight_decay"),
-    *("adam_beta1", "adam_beta2", "adam_epsilon", "tuner", "lora_rank", "lora_alpha", "rslora", "dora"),
+    *(
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "tuner",
+        "tuner_arguments",
+        "lora_rank",
+        "lora_alpha",
+        "rslora",
+        "dora",
+    ),
     *("task", "num_labels", "label_names", "problem_type", "init_lora_weights"),
     *("new_special_tokens", "rope_scaling", "max_model_len"),
 )

@@ -40,6 +40,7 @@ from shardproof.plugins import check_files, check_names, load
 from shardproof.train.adapters.adding import check_named_parts
 from shardproof.train.adapters.beginning import begin_adapters, check_beginning, check_begun
 from shardproof.train.adapters.begun import other_bases
+from shardproof.train.adapters.kinds import check_steps
 from shardproof.train.checks.contradictions import check_bits, check_evaluation, check_together
 from shardproof.train.checks.named import check_model, check_named
 from shardproof.train.folder import BASE, RunFolder, tell_other_weights
@@ -263,7 +264,7 @@ def prepare(
         if begin:
             tell_other_processes(check_order(begin[0], order, rows), begin[0], config, batch)
             tell_other_parts(begin[0], processing)
-        if begin and config.tuner == "lora":
+        if begin and config.tuner != "full":
             tell_other_weights(begin[0].parent, source)
             check_begun(config, begin[0])
         folder = RunFolder.create(config, goes_on)
@@ -274,7 +275,8 @@ def prepare(
             parts = [part.skipped for part in (rows, val_rows) if part is not None]
             skipped = list(dict.fromkeys(str(row) for part in parts for row in part))
             folder.write_skipped(skipped)
-    prepared = kind(config, batch, folder.path, str(source), processing, encoded, val_encoded, skipped)
+            prepared = kind(config, batch, folder.path, str(source), processing, encoded, val_encoded, skipped)
+            check_steps(config, prepared.steps)
     prepared.starts, prepared.order, prepared.lock = begin, order, folder.lock
     prepared.logged = folder.checksum_of_steps()
     return prepared
@@ -320,7 +322,7 @@ def train(
     also_stops(model, prepared.tokenizer)
     keep_cache = getattr(model.config, "use_cache", None)
     reporter = Reporter(write or folder.records.add, view, folder.answers) if first else None
-    if first and prepared.saves and config.tuner == "lora":
+    if first and prepared.saves and config.tuner != "full":
         folder.write_sample(prepared.model)
     if not prepared.starts:
         tell_made_anew(model, prepared.model)

@@ -23,6 +23,7 @@ from shardproof.models.families.anatomy import anatomy
 from shardproof.models.forward import divides_its_loss, makes_its_mean
 from shardproof.models.loading.classes import save_extra_files
 from shardproof.models.loading.processors import write_processing
+from shardproof.train.adapters.adalora import RanksMixin
 from shardproof.train.losses.by_file import by_file, in_chunks, of_each
 from shardproof.train.losses.shortcuts import checks, chunked_loss
 from shardproof.train.losses.tokens import dft_loss, refuse_parts, smoothed_loss, token_mean, weighed
@@ -44,7 +45,7 @@ from shardproof.zero.device import widest_float
 GROUP = ("params", "weight_decay", "lr")  # of a group of parameters, what does not depend on the optimizer
 
 
-class CommandMixin(SharesRows, StopMixin, ResumeMixin, ShardedTrainerMixin):
+class CommandMixin(SharesRows, StopMixin, RanksMixin, ResumeMixin, ShardedTrainerMixin):
     """What the trainers of all commands have: the order of the rows, what is counted and logged, what is saved.
 
     Args:

@@ -87,7 +87,7 @@ def devices(nproc: int) -> list[Check]:
 def bytes_to_write(config: RunConfig, parameters: int, trainable: int, steps: int, epoch: int) -> int:
     """What a run of so many steps leaves on the disk: the weights once more, and its checkpoints, each with two states
     of what is trained. Checkpoints of adapters hold nothing of their base. `epoch`: steps of a pass over the rows."""
-    held = trainable if config.tuner == "lora" else parameters
+    held = trainable if config.tuner != "full" else parameters
     dtype, each = saved_dtype(config, config.model), 2 if config.stochastic_rounding else 4
     weights = held * (each if dtype is None else dtype.itemsize)
     if not config.writes_checkpoints:

@@ -36,5 +36,5 @@ def checkpoint(model: Any, again: Checkpointing, config: PlanConfig) -> None:
         return
     model.__dict__.pop(f"{checkpointing_name(model)}_enable", None)  # of the kind before
     enable_checkpointing(choose_checkpointing(model, again), config.checkpointing_reentrant)
-    if config.tuner == "lora":
+    if config.tuner != "full":
         model.enable_input_require_grads()

@@ -192,7 +192,7 @@ def _told(model: Any, config: PlanConfig, length: int) -> Iterator[None]:
             raise
         inner = without_adapters(model)
         known = getattr(inner.config.get_text_config(), "max_position_embeddings", None) or length
-        adapters = ", or --target-modules names what is no linear layer (experts)" if config.tuner == "lora" else ""
+        adapters = ", or --target-modules names what is no linear layer (experts)" if config.tuner != "full" else ""
         if length > known:
             raise ConfigError(
                 f"--max-length {length}: a {type(inner).__name__} knows {known} positions. Take --max-length {known} "

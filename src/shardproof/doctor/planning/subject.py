@@ -19,6 +19,7 @@ from shardproof.train.checks.contradictions import check_bits, check_together
 from shardproof.train.options.config import SELECTIVE, SftConfig
 from shardproof.train.options.option import flag
 from shardproof.train.options.patterns import check_patterns
+from shardproof.train.options.tuners import KINDS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,7 +32,17 @@ OF_FILES = "dtype_of_files"  # of a model without weights, what its config says 
 # Options of a run, of which a plan takes several values at once.
 SEVERAL = {"stage", "offload", "gradient_checkpointing", "per_device_batch_size", "max_length"}
 OF_MODEL = (
-    *("tuner", "lora_rank", "lora_dropout", "dora", "target_modules", "modules_to_save", "freeze", "train_parts"),
+    *(
+        "tuner",
+        "tuner_arguments",
+        "lora_rank",
+        "lora_dropout",
+        "dora",
+        "target_modules",
+        "modules_to_save",
+        "freeze",
+        "train_parts",
+    ),
     *("target_parameters", "freeze_parameters", "trainable_parameters", "quantize"),
 )
 
@@ -61,15 +72,22 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
     tasks = {SCORER: "SEQ_CLS", "AutoModel": "FEATURE_EXTRACTION"}
     task = tasks.get(auto, "CAUSAL_LM")
     recipe = SftConfig(**{name: getattr(config, name) for name in OF_MODEL})
+    if config.tuner in KINDS and KINDS[config.tuner].plans is None:
+        raise ConfigError(
+            f"--tuner {config.tuner}: PEFT looks at values while it makes or computes these adapters, and a plan has"
+            " none. 'shardproof doctor' runs two real steps."
+        )
     try:
         with torch.device("meta"), Unfilled():
             model: Any = _built(source, config, auto, loaded_in(config))
             choose_attention(model, config)
-            recipe.quantize = recipe.quantize or (packed_kind(model.config) if config.tuner == "lora" else None)
+            recipe.quantize = recipe.quantize or (packed_kind(model.config) if config.tuner != "full" else None)
             check_bits(recipe)
             if auto != CAUSAL:
                 freeze_head(model)
-            model = with_adapters(in_bits(model, recipe), recipe, task)
+            model = in_bits(model, recipe)
+            with torch.device(KINDS[recipe.tuner].plans or "meta" if recipe.tuner in KINDS else "meta"):
+                model = with_adapters(model, recipe, task).to("meta")
     except ConfigError:
         raise
     except Exception as error:  # whatever transformers, or the model's own code, raises
@@ -80,7 +98,7 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
             kind = why.partition("<class '")[2].partition("'")[0].rpartition(".")[2].removesuffix("Config")
             why = f"a {kind} is none of those that write text token after token, which sft and rlhf train"
         raise ConfigError(f"--model {config.model}: no model to train can be made of its config: {why}.") from error
-    as_held(model, config, unsaved=config.tuner == "lora")
+    as_held(model, config, unsaved=config.tuner != "full")
     model.train()
     return model
 

@@ -12,6 +12,7 @@ from shardproof.models.families.family import CAUSAL
 from shardproof.plugins import load
 from shardproof.train.adapters.beginning import check_layers_begin, in_words_of_peft
 from shardproof.train.adapters.begun import with_trained_adapters
+from shardproof.train.adapters.kinds import REFUSED_BY_PEFT, check_arguments, of_kind
 from shardproof.train.adapters.targets import ALL, check_wrapped, places_of, stacks_of, tell_of_left_out, tell_of_shared
 from shardproof.train.model.balance import check_balance
 from shardproof.train.model.lacking import without_lacking
@@ -20,13 +21,14 @@ from shardproof.train.model.made_anew import check_kept
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.patterns import check_pattern, whole_names
 from shardproof.train.options.rlhf_config import REFERRED
+from shardproof.train.options.tuners import FULL, LORA, reads_weights
 
 Config = TypeVar("Config", bound=RunConfig)
 
 
 def with_adapters(model: Any, config: RunConfig, task: str = "CAUSAL_LM") -> Any:
-    """The model with the parts frozen that are not trained, and in PEFT's LoRA, every rank with the same adapters,
-    where --tuner asks for them: new ones, or those of --adapters.
+    """The model with the parts frozen that are not trained, and with adapters of PEFT's, on every rank the same, where
+    --tuner asks for them: new ones, or those of --adapters.
 
     Raises:
         ConfigError: no module has the name of a target, or the model has no part of a name.
@@ -34,18 +36,27 @@ def with_adapters(model: Any, config: RunConfig, task: str = "CAUSAL_LM") -> Any
     from shardproof.train.model.parts import choose_parts
 
     chosen = choose_parts(model, config)
-    if config.tuner != "lora":
+    if config.tuner == FULL:
         return model
-    from peft import get_peft_model
-
     if config.gradient_checkpointing:
         model.enable_input_require_grads()
     if config.adapters:
         return with_trained_adapters(model, config, task, chosen)
+    return _adapted(model, new_adapters(config, task, model, chosen), config)
+
+
+def _adapted(model: Any, how: Any, config: RunConfig) -> Any:
+    """What PEFT makes of a model by this configuration of adapters."""
+    from peft import get_peft_model
+
+    refused: tuple[type[Exception], ...] = (ValueError,)
+    said = f"--target-modules {' '.join(config.target_modules)}"
+    if config.tuner != LORA:
+        refused, said = REFUSED_BY_PEFT, f"--tuner {config.tuner}"
     try:
-        return get_peft_model(model, lora(config, task, model, chosen))
-    except ValueError as error:
-        raise ConfigError(f"--target-modules {' '.join(config.target_modules)}: {first_line(error)}") from error
+        return get_peft_model(model, how)
+    except refused as error:
+        raise ConfigError(f"{said}: {first_line(error)}") from error
 
 
 def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config:
@@ -56,14 +67,13 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
     Raises:
         ConfigError: parts or targets are named that the model does not have, or it is not made for an option.
     """
-    from shardproof.train.model.parts import choose_parts, head_for_words
+    from shardproof.train.model.parts import choose_parts, head_for_words, whole_parts
 
-    new = config.tuner == "lora" and not config.adapters  # PEFT looks for the places of others when they are put there
+    new = config.tuner != FULL and not config.adapters  # PEFT looks for the places of others when they are put there
     targets = config.target_modules if new and config.target_modules != ALL else []
-    whole = config.modules_to_save if new else []
-    named = {"--target-modules": targets, "--modules-to-save": whole}
     parts = config.freeze or config.train_parts or config.part_learning_rates
     parts = parts or config.freeze_parameters or config.trainable_parameters
+    check_arguments(config)
     balance = getattr(config, "router_aux_loss_coef", 0)
     may_refuse = config.attn or (getattr(config, "packing", False) and config.compile)
     if not (new or parts or balance or may_refuse or config.padding_free):
@@ -74,6 +84,9 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
     config = without_lacking(config, anatomy(model).parts)
     if balance:
         check_balance(model)
+    config = whole_parts(model, config) if new else config
+    whole = config.modules_to_save if new else []
+    named = {"--target-modules": targets, "--modules-to-save": whole}
     chosen = choose_parts(model, config)
     places = places_of(model, config, chosen) if new else None
     if places is not None:
@@ -105,6 +118,8 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
             )
     if getattr(config, "rlhf_type", None) in REFERRED:
         _check_head(model, targets, config.target_parameters)
+    if places is not None and config.tuner != LORA and not reads_weights(config.tuner):
+        _adapted(model, of_kind(config, None, places.modules), config)  # sizes that do not go into its layers
     return config
 
 
@@ -132,17 +147,27 @@ def _check_pattern(pattern: str, names: Sequence[str]) -> None:
         )
 
 
-def lora(config: RunConfig, task: str, model: Any, parts: Sequence[str]) -> Any:
-    """Our options in PEFT's words. Of a model with several parts, all linear layers are those of `parts`."""
+def new_adapters(config: RunConfig, task: str, model: Any, parts: Sequence[str]) -> Any:
+    """Our options in PEFT's words. Of a model with several parts, all linear layers are those of `parts`.
+
+    Raises:
+        ConfigError: the model has no such places, or --tuner takes no such arguments.
+    """
     from peft import LoraConfig
 
+    from shardproof.train.model.parts import whole_parts
+
+    config = whole_parts(model, config)
     check_kept(model, config.modules_to_save)
     places = places_of(model, config, parts)
     check_wrapped(places, config)
     check_layers_begin(model, places, config)
     writes = task != "CAUSAL_LM" or hasattr(model, "prepare_inputs_for_generation")
+    task_type = task if writes else None  # PEFT's model of that kind asks for what a model's own code may lack
+    if config.tuner != LORA:
+        return of_kind(config, task_type, places.modules)
     return LoraConfig(
-        task_type=task if writes else None,  # PEFT's model of that kind asks for what a model's own code may lack
+        task_type=task_type,
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,

@@ -3,6 +3,7 @@ the options that would say it of new ones."""
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from collections.abc import Sequence
@@ -15,26 +16,28 @@ from shardproof.errors import ConfigError, exported
 from shardproof.models.families.anatomy import anatomy
 from shardproof.models.loading.weight_files import weight_map
 from shardproof.models.loading.whole_files import OF_ADAPTERS, check_whole_files
+from shardproof.train.adapters.kinds import OURS
 from shardproof.train.adapters.targets import ALL
 from shardproof.train.folder import ADAPTER, MODEL, base_of, other_weights
 from shardproof.train.model.changes import CHANGES, TOKENS, changed_by, read_whole, tokens_of
-from shardproof.train.model.loading import BESIDE, LORA, NEVER_MERGED, check_base, first_line, said_of
+from shardproof.train.model.loading import BESIDE, NEVER_MERGED, check_base, first_line, said_of
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.option import flag
 from shardproof.train.options.rlhf_config import REFERRED, SAME
+from shardproof.train.options.tuners import ADALORA, KINDS, LORA
 
 Config = TypeVar("Config", bound=RunConfig)
 
 REFERENCE = "ref"  # TRL's name of it
-# Our options by PEFT's names.
+# Our options by PEFT's names, of all adapters and of LoRA.
+OF_ANY = {name: name for name in ("target_modules", "modules_to_save")}
 OPTIONS = {
+    **OF_ANY,
     "r": "lora_rank",
     "lora_alpha": "lora_alpha",
     "use_rslora": "rslora",
     "use_dora": "dora",
-    "target_modules": "target_modules",
     "target_parameters": "target_parameters",
-    "modules_to_save": "modules_to_save",
     "lora_dropout": "lora_dropout",
 }
 # Ways to begin that change the weights, and those that do it otherwise each time.
@@ -69,9 +72,10 @@ def adapter_folder(named: str, option: str = "--adapters") -> Path:
         raise ConfigError(f"{option} {named}: there is no {OF_ADAPTERS[0]} beside its {ADAPTER}.")
     check_whole_files(folder)
     said = said_of(folder)
-    if (kind := said.get("peft_type")) != LORA:
+    kind = str(said.get("peft_type"))
+    if kind.lower() not in (LORA, *KINDS) or kind.lower() == ADALORA:
         instead = f"They are {NEVER_MERGED}" if kind in BESIDE else f"Merge them first: {exported(named)}"
-        raise ConfigError(f"{option} {named}: these are {kind}, and LoRA is trained here. {instead}.")
+        raise ConfigError(f"{option} {named}: these are {kind}, which is not trained on here. {instead}.")
     if (begun_as := str(said.get("init_lora_weights")).lower()).startswith(CHANGING):
         raise ConfigError(f"{option} {named}: {not_of_base(begun_as)}")
     if begun_as == "mica":
@@ -110,11 +114,18 @@ def begun(config: Config) -> Config:
             f"--adapters {config.adapters}: they begin at tokens (alora_invocation_tokens), which PEFT looks for once"
             f" in a row of a batch. Leave {flag(together[0])} out."
         )
-    found: dict[str, Any] = {"tuner": "lora", "adapters": str(folder.absolute())}
+    kind = str(said["peft_type"]).lower()
+    found: dict[str, Any] = {"tuner": kind, "adapters": str(folder.absolute())}
+    if "tuner" in given and config.tuner != kind:
+        raise ConfigError(
+            f"--adapters {config.adapters} and --tuner {config.tuner}: they are {kind}. Leave --tuner out."
+        )
     if "model" not in given:
         found["model"] = base_of(folder)
         check_base(folder, found["model"], folder / ADAPTER)
-    for theirs, ours in OPTIONS.items():
+    if kind != LORA:
+        found["tuner_arguments"] = _arguments(config, said)
+    for theirs, ours in (OPTIONS if kind == LORA else OF_ANY).items():
         value = _in_our_words(ours, said.get(theirs), type(config))
         if ours in given and ours not in FREE and not _agree(getattr(config, ours), value):
             raise ConfigError(
@@ -124,6 +135,22 @@ def begun(config: Config) -> Config:
         if ours not in given or ours not in FREE:
             found[ours] = value
     return config.model_copy(update=found | _changes(config, folder))
+
+
+def _arguments(config: RunConfig, said: dict[str, Any]) -> dict[str, str]:
+    """--tuner-arguments that these adapters were made with.
+
+    Raises:
+        ConfigError: others are given.
+    """
+    made = {name: value if isinstance(value, str) else json.dumps(value) for name, value in said.items()}
+    for name, value in config.tuner_arguments.items():
+        if made.get(name) != value:
+            raise ConfigError(
+                f"--adapters {config.adapters} and --tuner-arguments {name}={value}: they were made with"
+                f" {made.get(name, 'no such argument')}, and stay so. Leave it out."
+            )
+    return {name: value for name, value in made.items() if name not in OURS}
 
 
 def other_bases(config: RunConfig) -> list[str]:
@@ -215,13 +242,15 @@ def with_trained_adapters(model: Any, config: RunConfig, task: str, parts: Seque
     Raises:
         ConfigError: they do not fit it, or none is in these parts.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import PeftConfig, get_peft_model
 
     folder = str(config.adapters)
     check_task(folder, task)
-    how = LoraConfig.from_pretrained(folder)
-    how.lora_dropout, how.inference_mode = config.lora_dropout, False
-    how.init_lora_weights = True  # they have begun; other ways want weights that are to be read yet
+    how: Any = PeftConfig.from_pretrained(folder)
+    how.inference_mode = False
+    if config.tuner == LORA:
+        how.lora_dropout = config.lora_dropout
+        how.init_lora_weights = True  # they have begun; other ways want weights that are to be read yet
     how.base_model_name_or_path = None  # where the model lies now, which PEFT fills in
     read_what_is_replaced(model, folder)
     try:

@@ -22,6 +22,7 @@ from shardproof.models.scorers import HEADS
 from shardproof.train.model.loading import first_line
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.patterns import whole_names
+from shardproof.train.options.tuners import LN_TUNING, LORA
 
 log = logging.getLogger("shardproof")
 
@@ -67,11 +68,17 @@ def places_of(model: Any, config: RunConfig, parts: Sequence[str]) -> Places:
     every = config.target_modules == ALL
     given = ALL[0] if every else whole_names(config.target_modules) or config.target_modules
     whole = config.modules_to_save
-    reached = _all_linear(model, parts) if every else _reached(LoraConfig(target_modules=given), model)
+    in_general = _all_norms if config.tuner == LN_TUNING else _all_linear
+    reached = in_general(model, parts) if every else _reached(LoraConfig(target_modules=given), model)
     idle = _Idle(model, parts)
     asked = [name for name in reached if not _within(name, whole) and not idle.module(name)]
     _check_parameters(model, config.target_parameters, asked, whole)
     modules, parameters = ([name for name, _ in of] for of in (model.named_modules(), model.named_parameters()))
+    if config.tuner != LORA:  # others go on modules alone, and are told each by its name
+        idle.check_left(asked, reached, config)
+        if config.tuner != LN_TUNING:
+            _check_layers(model, asked, config)
+        return Places(_short(asked, modules), [])
     stacks = _stacks_given(model, config, idle, parameters)
     probe = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=given)
     before = probe.target_modules
@@ -188,6 +195,13 @@ def _all_linear(model: Any, parts: Sequence[str]) -> list[str]:
         and not any(module is head for head in heads)
         and not f"{name}.".startswith(HEADS)
     ]
+
+
+def _all_norms(model: Any, parts: Sequence[str]) -> list[str]:
+    """The modules with a weight of their own that are called after what they do."""
+    part_of, modules = anatomy(model).part_of, model.named_modules()
+    norms = (name for name, module in modules if "norm" in type(module).__name__.lower())
+    return [name for name in norms if part_of.get(f"{name}.weight") in parts]
 
 
 def layers_of(places: Places, model: Any) -> list[str]:

@@ -30,6 +30,7 @@ from shardproof.train.model.loading import (
 )
 from shardproof.train.model.made_anew import note_not_read, noting, tell_made_anew
 from shardproof.train.options.config import SftConfig
+from shardproof.train.options.tuners import reads_weights
 
 if TYPE_CHECKING:
     from shardproof.data.media.embed import MediaMatchEncoder
@@ -132,8 +133,9 @@ class Loaded:
         from shardproof.integrations.pretrained import without_values
 
         folder = self.folder
-        how = without_values if self.sharded else noting(with_values)
         adapters = (folder / ADAPTER).is_file()
+        whole = not self.sharded or (adapters and reads_weights(str(said_of(folder).get("peft_type")).lower()))
+        how = noting(with_values) if whole else without_values
         source = base_of(folder) if adapters else str(folder)
         check_base(folder, source, folder / ADAPTER)
         if adapters and self.first:
@@ -148,7 +150,7 @@ class Loaded:
             what = f"The adapter's base model {source}" if adapters else f"The model in {folder}"
             raise ConfigError(f"{what} cannot be loaded: {first_line(error)}") from error
         adopt(self.model)
-        if self.sharded:
+        if not whole:
             note_not_read(self.model)
         tell_lacking(self.model, source, folder if adapters else None)
         if adapters:

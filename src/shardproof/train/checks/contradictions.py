@@ -12,16 +12,13 @@ from shardproof.data.forms.formats import FIELDS
 from shardproof.errors import ConfigError, did_you_mean
 from shardproof.models.families.anatomy import check_part_names
 from shardproof.models.families.family import TALKER
-from shardproof.plugins import KINDS
+from shardproof.plugins import KINDS as PLUGINS
+from shardproof.train.checks.tuners import check_tuner
 from shardproof.train.model.changes import check_rope, tokens_of
 from shardproof.train.options.config import EIGHT_BITS, MUON, SELECTIVE, RunConfig
-from shardproof.train.options.option import flag
+from shardproof.train.options.option import first_given, flag
+from shardproof.train.options.tuners import FULL, LORA
 
-LORA = (
-    *("lora_rank", "lora_alpha", "lora_dropout", "lorap_lr_ratio", "rslora", "dora"),
-    *("target_modules", "target_parameters", "modules_to_save"),
-    *("quantize", "adapters", "init_lora_weights"),
-)
 OF_ANSWERS = "predict_with_generate", "answer_metrics", "max_new_tokens"
 KEPT = {"row_cache": "only rows whose answers are learnt are kept"}
 LABELS = ("num_labels", "label_names", "problem_type")
@@ -74,7 +71,6 @@ NOT_OF = {
     "reranker": NOT_OF_PAIRS,
     "generative_reranker": NOT_OF_ASKED,
 }
-NAMED = "freeze_parameters", "trainable_parameters"
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 # What transformers' schedules take besides the numbers of steps.
@@ -89,16 +85,13 @@ OF_SCHEDULER: dict[str, tuple[str, ...]] = {
 
 def check_together(config: RunConfig) -> None:
     """Raise ConfigError for an option that would silently do nothing, or that contradicts another."""
-    if config.tuner == "full" and (given := _given(config, LORA)):
-        raise ConfigError(f"{given} is about adapters, and --tuner full trains every weight: add --tuner lora.")
-    if config.tuner == "lora" and (given := _given(config, NAMED)):
-        raise ConfigError(f"{given} is of --tuner full: adapters are trained, those of --target-modules.")
+    check_tuner(config)
     _check_task(config)
     _check_changes(config)
-    if config.optimizer not in ("adamw", EIGHT_BITS, MUON) and (given := _given(config, ADAM)):
+    if config.optimizer not in ("adamw", EIGHT_BITS, MUON) and (given := first_given(config, ADAM)):
         raise ConfigError(f"{given} is of AdamW, and --optimizer {config.optimizer} is another.")
-    only_matrices = config.tuner == "lora" and not (config.dora or config.modules_to_save)
-    if config.optimizer == MUON and only_matrices and (given := _given(config, ADAM)):
+    only_matrices = config.tuner == LORA and not (config.dora or config.modules_to_save)
+    if config.optimizer == MUON and only_matrices and (given := first_given(config, ADAM)):
         raise ConfigError(f"{given} is of AdamW, and adapters are matrices, which --optimizer muon updates by Muon.")
     if config.checkpointing_reentrant and not config.gradient_checkpointing:
         raise ConfigError(
@@ -108,9 +101,9 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError(
             "--gradient-checkpointing selective is of the other kind than --checkpointing-reentrant: leave that out."
         )
-    if config.warmup_steps is not None and _given(config, ("warmup_ratio",)):
+    if config.warmup_steps is not None and first_given(config, ("warmup_ratio",)):
         raise ConfigError("--warmup-steps and --warmup-ratio are two ways to say the same: give one of them.")
-    warms_up = config.warmup_steps or (_given(config, ("warmup_ratio",)) and config.warmup_ratio)
+    warms_up = config.warmup_steps or (first_given(config, ("warmup_ratio",)) and config.warmup_ratio)
     if config.lr_scheduler == "constant" and warms_up:
         raise ConfigError("--lr-scheduler constant does not warm up: take constant_with_warmup, or no warm-up.")
     _check_mixture(config)
@@ -164,10 +157,10 @@ def _check_changes(config: RunConfig) -> None:
     names = getattr(config, "new_special_tokens", [])
     if names:
         tokens_of(names)
-    if names and config.tuner == "lora" and not config.modules_to_save:
+    if names and config.tuner != FULL and not config.modules_to_save:
         raise ConfigError(
-            "--new-special-tokens and --tuner lora: the embeddings of new tokens would stay what they are drawn as, and"
-            " not be saved. Add --modules-to-save embed_tokens lm_head, which trains and saves them, too."
+            f"--new-special-tokens and --tuner {config.tuner}: the embeddings of new tokens would stay what they are"
+            " drawn as, and not be saved. Add --modules-to-save embed_tokens lm_head, which trains and saves them, too."
         )
     if names and config.external_plugins and config.model_type:
         raise ConfigError("--new-special-tokens: a plugin's model says itself how many tokens it embeds.")
@@ -177,7 +170,7 @@ def _check_changes(config: RunConfig) -> None:
 def _check_streaming(config: RunConfig) -> None:
     """What needs to know all rows, and what is only for a stream of them."""
     if not getattr(config, "streaming", False):
-        if given := _given(config, ("shuffle_buffer_size",)) if hasattr(config, "shuffle_buffer_size") else "":
+        if given := first_given(config, ("shuffle_buffer_size",)) if hasattr(config, "shuffle_buffer_size") else "":
             raise ConfigError(f"{given} is of --streaming. Without it all rows are shuffled in each epoch.")
         return
     if not config.max_steps:
@@ -263,27 +256,27 @@ def _check_sequence(config: RunConfig) -> None:
             f"--sequence-parallel and --loss-type {given}: a process holds a part of a row's tokens only."
         )
     loss = getattr(config, "loss", "answer")
-    if config.recipe == "sft" and loss not in KINDS["loss"].built_in:
+    if config.recipe == "sft" and loss not in PLUGINS["loss"].built_in:
         raise ConfigError(f"--sequence-parallel computes the causal loss; --loss {loss} wants whole rows.")
 
 
 def _check_task(config: RunConfig) -> None:
     """What is only for rows with labels, or for those that are embedded, and what is not for them."""
-    if config.recipe == "sft" and (given := _given(config, LABELS)):
+    if config.recipe == "sft" and (given := first_given(config, LABELS)):
         raise ConfigError(f"{given} is about rows with labels, and answers are learnt: add --task seq_cls.")
     task = getattr(config, "task", "causal_lm")
-    if config.command == "sft" and task != "embedding" and _given(config, ("pooling",)):
+    if config.command == "sft" and task != "embedding" and first_given(config, ("pooling",)):
         raise ConfigError("--pooling is about texts that are embedded: add --task embedding.")
-    if config.command == "sft" and task in ("causal_lm", "seq_cls") and _given(config, ("loss_temperature",)):
+    if config.command == "sft" and task in ("causal_lm", "seq_cls") and first_given(config, ("loss_temperature",)):
         raise ConfigError("--loss-temperature is about texts that are compared: add --task embedding, or reranker.")
     for name, why in NOT_OF.get(task, {}).items():
-        if given := _given(config, (name,)):
+        if given := first_given(config, (name,)):
             raise ConfigError(f"--task {task} and {given}: {why}. Leave one of them out.")
     if task in NOT_OF and TALKER in (config.train_parts or ()):
         what = "a vector" if task == "embedding" else "scores"
         raise ConfigError(f"--train-parts {TALKER}: nobody asks a {TALKER} for {what}. Leave it out.")
     of_template = ("chat_template", "template_variables", *(("system",) if config.recipe == "sft" else ()))
-    if getattr(config, "plain", False) and (given := _given(config, of_template)):
+    if getattr(config, "plain", False) and (given := first_given(config, of_template)):
         raise ConfigError(f"--plain leaves the chat template out, and {given} is about one. Give one of them.")
 
 
@@ -293,8 +286,8 @@ def _check_optimizer(config: RunConfig) -> None:
             f"--min-processes and --optimizer {EIGHT_BITS}: state in eight bits lies in blocks of a process's part, and"
             " cannot be dealt out to fewer."
         )
-    if getattr(config, "fp8", False) and (config.precision != "bf16" or config.tuner == "lora"):
-        hint = "a frozen base gains little from it" if config.tuner == "lora" else "add --precision bf16"
+    if getattr(config, "fp8", False) and (config.precision != "bf16" or config.tuner != FULL):
+        hint = "a frozen base gains little from it" if config.tuner != FULL else "add --precision bf16"
         raise ConfigError(f"--fp8 is for training every weight with --precision bf16: {hint}.")
     if config.reduce_dtype == "bf16" and (config.precision != "bf16" or config.stochastic_rounding):
         hint = "gradients are bf16 without it" if config.stochastic_rounding else "add --precision bf16"
@@ -306,7 +299,7 @@ def _check_optimizer(config: RunConfig) -> None:
         why = f"rounds weights to bf16, and --precision is {config.precision}: add --precision bf16"
     elif config.optimizer != "adamw":
         why = f"is done by an AdamW of its own, and --optimizer is {config.optimizer}: leave one of them out"
-    elif config.tuner == "lora":
+    elif config.tuner != FULL:
         why = "saves memory where every weight is trained, and adapters are few: leave it out"
     if why:
         raise ConfigError(f"--stochastic-rounding {why}.")
@@ -341,12 +334,6 @@ def _check_offload(offload: str | None) -> None:
         raise ConfigError(f"--offload nvme:{folder}: there is no such folder. Make it on a fast local disk.")
 
 
-def _given(config: RunConfig, names: tuple[str, ...]) -> str:
-    """The first of these options that is not at its default, as it is written, or nothing."""
-    changed = [name for name in names if getattr(config, name) != type(config).model_fields[name].default]
-    return flag(changed[0]) if changed else ""
-
-
 def _check_scheduler(config: RunConfig) -> None:
     known, given = OF_SCHEDULER.get(config.lr_scheduler, ()), config.lr_scheduler_kwargs
     for name in given:
@@ -370,7 +357,7 @@ def _check_scheduler(config: RunConfig) -> None:
 
 def _check_mixture(config: RunConfig) -> None:
     shares, named = config.interleave_prob, len(config.dataset)
-    if not shares and (given := _given(config, ("stopping_strategy",))):
+    if not shares and (given := first_given(config, ("stopping_strategy",))):
         raise ConfigError(f"{given} says when a mixture of datasets ends: add --interleave-prob.")
     if shares and len(shares) != named:
         raise ConfigError(

@@ -14,7 +14,7 @@ def saved_dtype(config: RunConfig, source: str) -> Any:
     import torch
 
     found = asked_dtype(config)
-    if config.dtype == "auto" and config.tuner != "lora" and source != TINY:  # adapters may be merged into any dtype
+    if config.dtype == "auto" and config.tuner == "full" and source != TINY:  # adapters may be merged into any dtype
         found = getattr(torch, own_dtype(source), None)
     return found if found in (torch.bfloat16, torch.float16) else None
 

@@ -34,11 +34,11 @@ from shardproof.train.model.made_anew import note_made_anew, note_not_read
 from shardproof.train.model.parts import freeze_head
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.option import REPORTS
+from shardproof.train.options.tuners import ADALORA, KINDS, LORA, reads_weights
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TINY = "tiny"
 
-LORA = "LORA"
 # What PEFT has that stands beside a model, and is in none of its weights.
 BESIDE = "PROMPT_TUNING MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING CPT CARTRIDGE ADAPTION_PROMPT".split()
 NEVER_MERGED = "beside the model, and cannot be merged into its weights. `infer` and PEFT load them as they are"
@@ -117,7 +117,8 @@ def _of_adapters(folder: Path, named: str | Path, option: str) -> str:
     said = said_of(folder)
     if (kind := said.get("peft_type")) in BESIDE:
         return f"They are PEFT's {kind}, {NEVER_MERGED}. Their model: {said.get('base_model_name_or_path')}."
-    go_on = kind == LORA and option == "--model"
+    goes_on = str(kind).lower()
+    go_on = goes_on in (LORA, *KINDS) and goes_on != ADALORA and option == "--model"
     first = f"Merge them into their model first: {exported(named, option)}."
     return f"{first} Or continue training them: --adapters {named}." if go_on else first
 
@@ -293,7 +294,7 @@ def _loaded(source: str, config: RunConfig, kind: str, model_type: str | None, t
             raise ConfigError("--rope-scaling and --max-model-len: a plugin's model makes its config itself.")
         return from_registered(registered, source, **options)
     options |= {"trust_remote_code": config.trust_remote_code}
-    how = without_values if to_shard else with_values
+    how = without_values if to_shard and not reads_weights(config.tuner) else with_values
     speaks: dict[str, Any] = {"enable_audio_output": config.enable_audio_output}
     try:
         if kind == CAUSAL:

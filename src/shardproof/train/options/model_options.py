@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from shardproof.train.options.option import BEGINNINGS, Beginning, Finite, Named, Names, option
+from shardproof.train.options.tuners import TUNERS, Tuner, TunerArguments
 
 
 class ModelOptions(BaseModel):
@@ -19,9 +20,14 @@ class ModelOptions(BaseModel):
         "Model", None, "a branch, tag or commit of a model of the hub (default: its newest state)"
     )
     adapters: Named | None = option(
-        "Model", None, "continue training these LoRA adapters: a run, or a folder of PEFT's; they name their model, too"
+        "Model", None, "continue training these adapters: a run, or a folder of PEFT's; they name their model, too"
     )
-    tuner: Literal["full", "lora"] = option("Model", "full", "train every weight, or LoRA adapters only")
+    tuner: Tuner = option(
+        "Model", "full", "train every weight, LoRA adapters only, or other adapters of PEFT's", values="|".join(TUNERS)
+    )
+    tuner_arguments: TunerArguments = option(
+        "Model", {}, "with such a kind: what PEFT's configuration of it takes, such as boft_block_size=4"
+    )
     lora_rank: int = option("Model", 16, "rank of the adapters", ge=1)
     lora_alpha: Finite = option("Model", 32.0, "scale of the adapters (alpha / rank)", gt=0)
     lora_dropout: float = option("Model", 0.0, "dropout on what goes into the adapters", ge=0, lt=1)
@@ -47,7 +53,7 @@ class ModelOptions(BaseModel):
         "Model", [], "matrices that get adapters, too, by the ends of their names: experts that are one tensor"
     )
     modules_to_save: list[str] = option(
-        "Model", [], "modules that are trained in full beside the adapters, by name: embed_tokens, lm_head"
+        "Model", [], "modules or parts trained in full beside the adapters: embed_tokens, lm_head; vision, aligner, ..."
     )
     attn: str | None = option(
         "Model",

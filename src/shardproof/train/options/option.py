@@ -6,14 +6,21 @@ import json
 import math
 import os
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 
 def flag(name: str) -> str:
     """How a user writes the option of this name."""
     return "--" + name.replace("_", "-")
+
+
+def first_given(config: BaseModel, names: Sequence[str]) -> str:
+    """The first of these options that is not at its default, as it is written, or nothing."""
+    changed = [name for name in names if getattr(config, name) != type(config).model_fields[name].default]
+    return flag(changed[0]) if changed else ""
 
 
 def option(group: str, default: Any, description: str, values: str = "", **limits: Any) -> Any:

@@ -281,7 +281,7 @@ class RlhfConfig(RunConfig):
         if self.learning_rate is not None:
             return self.learning_rate
         rate = LEARNING_RATE.get(self.rlhf_type, 1e-6)
-        return rate * LORA_FACTOR if self.tuner == "lora" else rate
+        return rate * LORA_FACTOR if self.tuner != "full" else rate
 
 
 def writes_all_answers(config: RlhfConfig) -> bool:

@@ -48,9 +48,11 @@ class RlhfMixin(CommandMixin):
 
     def kept_by_rank(self) -> dict[str, Any]:
         """What TRL's trainers add up between two logs, and adapt."""
-        return {name: plain_of(getattr(self, name)) for name in (*ADDED_UP, *ADAPTED) if hasattr(self, name)}
+        added = {name: plain_of(getattr(self, name)) for name in (*ADDED_UP, *ADAPTED) if hasattr(self, name)}
+        return super().kept_by_rank() | added
 
     def take_kept_by_rank(self, kept: dict[str, Any]) -> None:
+        super().take_kept_by_rank(kept)
         for name in (*ADDED_UP, *ADAPTED):
             if name in kept and isinstance(kept[name], dict):
                 for mode, values in kept[name].items():

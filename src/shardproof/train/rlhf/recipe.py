@@ -22,7 +22,7 @@ from shardproof.models.loading.packed import check_can_unpack
 from shardproof.models.scorers import SCORER, VALUER
 from shardproof.plugins import load
 from shardproof.train import run
-from shardproof.train.adapters.adding import lora, with_adapters
+from shardproof.train.adapters.adding import new_adapters, with_adapters
 from shardproof.train.adapters.beginning import takes_from_weights
 from shardproof.train.adapters.begun import adapter_folder
 from shardproof.train.checks.contradictions import check_columns
@@ -245,8 +245,8 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     new = None
     if config.adapters or takes_from_weights(config):  # TRL's reference then has a copy of what they begin with
         model = with_adapters(model, config, task)
-    elif config.tuner == "lora":
-        new = lora(config, task, model, choose_parts(model, config))
+    elif config.tuner != "full":
+        new = new_adapters(config, task, model, choose_parts(model, config))
     else:
         choose_parts(model, config)
 

@@ -133,7 +133,7 @@ def trained(model: Any, config: SftConfig, info: dict[str, Any] | None) -> Any:
 
         in_fp8(model)
     new = [] if info is None else new_modules(info["missing_keys"])
-    if config.tuner == "lora" and new:
+    if config.tuner != "full" and new:
         whole = dict.fromkeys([*config.modules_to_save, *new])
         config = config.model_copy(update={"modules_to_save": list(whole)})
     model = with_adapters(model, config, "CAUSAL_LM" if info is None else "SEQ_CLS")

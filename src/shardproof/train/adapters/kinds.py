@@ -1,0 +1,140 @@
+"""PEFT's configurations of other adapters than LoRA, made of --tuner-arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardproof.errors import ConfigError, did_you_mean
+from shardproof.train.model.loading import first_line
+from shardproof.train.options.config import RunConfig
+from shardproof.train.options.option import flag
+from shardproof.train.options.tuners import ADALORA, KINDS
+
+REFUSED_BY_PEFT = (ValueError, TypeError, NotImplementedError, AttributeError, RuntimeError, ImportError)
+
+# What every one of PEFT's configurations has, and an option of its own or the run itself says.
+OURS = {
+    **{name: name for name in ("target_modules", "modules_to_save", "target_parameters")},
+    **dict.fromkeys(("task_type", "inference_mode", "base_model_name_or_path", "total_step"), ""),
+    **dict.fromkeys(("peft_type", "peft_version", "auto_mapping", "revision"), ""),
+}
+# What PEFT's AdaLoRA inherits from LoRA and passes over, or is not made for.
+IDLE = {
+    ADALORA: (
+        *("r", "use_dora", "velora_config", "use_qalora", "qalora_group_size", "lora_bias", "rank_pattern"),
+        *("alpha_pattern", "megatron_config", "megatron_core", "trainable_token_indices", "loftq_config"),
+        *("eva_config", "corda_config", "lora_ga_config", "alora_invocation_tokens", "monteclora_config"),
+        *("layer_replication", "runtime_config", "use_bdlora", "arrow_config", "kasa_config", "ensure_weight_tying"),
+    )
+}
+# What PEFT asks for, and the run knows or takes as nothing.
+BESIDE_DEFAULTS: dict[str, dict[str, Any]] = {
+    ADALORA: {"total_step": 2**31},  # until the run begins
+    "ia3": {"feedforward_modules": []},
+    "frod": {"progressbar": False},
+}
+
+
+def check_arguments(config: RunConfig) -> None:
+    """Raise ConfigError for --tuner-arguments that --tuner does not take. Those of --adapters PEFT has written."""
+    if config.tuner in KINDS and not config.adapters:
+        arguments_of(config.tuner, config.tuner_arguments)
+
+
+def check_steps(config: RunConfig, steps: int) -> None:
+    """Raise ConfigError where ranks are to be moved in other steps than a run has."""
+    if config.tuner != ADALORA:
+        return
+    given = takes(ADALORA) | arguments_of(ADALORA, config.tuner_arguments)
+    first, last = given["tinit"], steps - given["tfinal"]
+    if first >= last or last < 2:
+        raise ConfigError(
+            f"--tuner adalora moves its ranks behind step {first} (tinit) until step {last} (tfinal before the last):"
+            f" of {steps} step(s) none is left for it. Give smaller ones (--tuner-arguments tinit=N tfinal=N), or take"
+            " more steps."
+        )
+    if given["init_r"] <= given["target_r"]:
+        raise ConfigError(
+            "--tuner adalora begins with more ranks than it keeps: --tuner-arguments init_r has to be above target_r."
+        )
+
+
+def config_class(tuner: str) -> type[Any]:
+    """PEFT's configuration of this kind of adapter."""
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    found: type[Any] = PEFT_TYPE_TO_CONFIG_MAPPING[tuner.upper()]
+    return found
+
+
+def takes(tuner: str) -> dict[str, Any]:
+    """What --tuner-arguments may say of it: the defaults, by name."""
+    idle = (*OURS, *IDLE.get(tuner, ()))
+    fields = (field for field in dataclasses.fields(config_class(tuner)) if field.name not in idle)
+    return {f.name: f.default if f.default is not dataclasses.MISSING else {} for f in fields}
+
+
+def arguments_of(tuner: str, given: Mapping[str, str]) -> dict[str, Any]:
+    """--tuner-arguments with the types that PEFT's configuration gives them.
+
+    Raises:
+        ConfigError: there is no such argument, or its value is of another kind.
+    """
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    known, kind = takes(tuner), config_class(tuner)
+    types = typing.get_type_hints(kind)
+    found = {}
+    for name, text in given.items():
+        said = f"--tuner-arguments {name}={text}"
+        if name not in known:
+            option = f" An option of its own says it: {flag(OURS[name])}." if OURS.get(name) else ""
+            hint = option or did_you_mean(name, known)
+            there = ", ".join(f"{one} ({default})" for one, default in known.items())
+            raise ConfigError(f"{said}: --tuner {tuner} has no such argument.{hint}\nIt takes {there}.")
+        adapter = TypeAdapter(types[name], config=ConfigDict(arbitrary_types_allowed=True))
+        for value in _readings(text):
+            try:
+                found[name] = adapter.validate_python(value)
+                break
+            except ValidationError:
+                continue
+        else:
+            raise ConfigError(f"{said}: PEFT wants {_told(types[name])} there, such as {known[name]}.")
+    return found
+
+
+def of_kind(config: RunConfig, task: str | None, modules: str | list[str]) -> Any:
+    """PEFT's configuration of --tuner, on these modules.
+
+    Raises:
+        ConfigError: it takes no such arguments, or not together.
+    """
+    kind = config_class(config.tuner)
+    how = BESIDE_DEFAULTS.get(config.tuner, {}) | arguments_of(config.tuner, config.tuner_arguments)
+    how |= {"target_modules": modules, "modules_to_save": config.modules_to_save or None}
+    try:
+        return kind(task_type=task, **how)
+    except REFUSED_BY_PEFT as error:
+        raise ConfigError(f"--tuner {config.tuner}: {first_line(error)}") from error
+
+
+def _readings(text: str) -> Iterator[Any]:
+    """What a text may mean, where one of several types is wanted."""
+    if text.lower() == "none":
+        yield None
+    with contextlib.suppress(ValueError):
+        yield json.loads(text)
+    if "," in text:
+        yield [part.strip() for part in text.split(",")]
+    yield text
+
+
+def _told(kind: Any) -> str:
+    """A type as Python writes it."""
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")

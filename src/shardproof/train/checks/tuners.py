@@ -1,0 +1,35 @@
+"""Options about adapters, and which of them mean something to the kind that --tuner names."""
+
+from __future__ import annotations
+
+from shardproof.errors import ConfigError
+from shardproof.train.options.config import RunConfig
+from shardproof.train.options.option import first_given
+from shardproof.train.options.tuners import FULL, KINDS, LORA
+
+ONLY_LORA = (
+    *("lora_rank", "lora_alpha", "lora_dropout", "lorap_lr_ratio", "rslora", "dora"),
+    *("target_parameters", "init_lora_weights"),
+)
+OF_ADAPTERS = (*ONLY_LORA, "target_modules", "modules_to_save", "quantize", "adapters", "tuner_arguments")
+NAMED = "freeze_parameters", "trainable_parameters"
+
+
+def check_tuner(config: RunConfig) -> None:
+    """Raise ConfigError for what is about adapters of another kind, or about none."""
+    if config.tuner == FULL and (given := first_given(config, OF_ADAPTERS)):
+        raise ConfigError(f"{given} is about adapters, and --tuner full trains every weight: add --tuner lora.")
+    if config.tuner != FULL and (given := first_given(config, NAMED)):
+        raise ConfigError(f"{given} is of --tuner full: adapters are trained, those of --target-modules.")
+    if config.tuner == LORA and config.tuner_arguments:
+        raise ConfigError("--tuner-arguments is about other adapters than LoRA, which has options of its own.")
+    if config.tuner in KINDS and (given := first_given(config, ONLY_LORA)):
+        raise ConfigError(
+            f"{given} is of --tuner lora. What --tuner {config.tuner} takes is said by --tuner-arguments NAME=X."
+        )
+    if config.tuner in KINDS and config.quantize and not KINDS[config.tuner].four_bits:
+        able = ", ".join([LORA, *(name for name, kind in KINDS.items() if kind.four_bits)])
+        raise ConfigError(
+            f"--quantize and --tuner {config.tuner}: it computes with the weights themselves, which are packed. Take"
+            f" another one ({able}), or leave --quantize out."
+        )
