@@ -159,6 +159,36 @@ def test_evaluations_of_no_rows_are_left_out(none):
     assert "--eval-steps 50" in swift.translate(f"{said.replace(none, '')} --split_dataset_ratio 0.01")[0]
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("--tuner_type adalora --adalora_target_r 4", ("adalora", "target_r=4 lora_alpha=32 lora_dropout=0.05")),
+        ("--tuner_type adalora --lora_alpha 16 --lora_rank 4", ("adalora", "lora_alpha=16 lora_dropout=0.05")),
+        ("--tuner_type bone --lora_rank 4 --lora_dropout 0.1", ("bone", "r=4")),
+        ("--tuner_type fourierft", ("fourierft", "n_frequency=2000 scaling=300")),
+        ("--tuner_type boft", ("boft", None)),
+        ("--tuner_type lora --boft_block_size 4", ("lora", None)),
+    ],
+)
+def test_other_adapters_are_those_of_swifts_defaults(theirs, ours):
+    command, _, missing = swift.translate(f"swift sft --model m --dataset d {theirs}")
+    assert missing == []
+    found = options(command)
+    assert (found["--tuner"], found.get("--tuner-arguments")) == ours
+    assert found["--learning-rate"] == "1e-4"
+    if ours[0] != "lora":
+        assert not {"--lora-rank", "--lora-alpha", "--lora-dropout"} & set(found)
+    sft.parse(shlex.split(command.replace("\\\n", " "))[2:])
+
+
+def test_towers_that_are_trained_whole_beside_lora_are_named_as_parts():
+    said = "swift sft --model Qwen/Qwen2.5-VL-7B-Instruct --dataset d --tuner_type lora_llm --freeze_vit true"
+    command, _, missing = swift.translate(said)
+    assert missing == []
+    assert options(command)["--modules-to-save"] == "vision audio aligner"
+    assert "--freeze" not in options(command)
+
+
 def test_what_is_printed_is_taken():
     command, *_ = swift.translate(LORA)
     config, _ = sft.parse(shlex.split(command.replace("\\\n", " "))[2:])
@@ -171,6 +201,14 @@ def test_what_is_printed_is_taken():
     [
         ("--num_train_epochs 2 --train_type lora", "--epochs 2 --tuner lora"),
         ("--num-train-epochs=2 --tuner-type=full", "--epochs 2 --tuner full"),
+        (
+            "--tuner_type lora_llm --vit_lr 1e-5",
+            "--tuner lora --modules-to-save vision audio aligner --part-learning-rates vision=1e-5,audio=1e-5",
+        ),
+        ("--train_type boft --boft_block_size 8", "--tuner boft --tuner-arguments boft_block_size=8"),
+        ("--tuner_type vera --vera_rank 64 --vera_d_initial 0.2", "--tuner vera --tuner-arguments r=64 d_initial=0.2"),
+        ("--sft_type fourierft --fourier_n_frequency 9", "--tuner fourierft --tuner-arguments n_frequency=9"),
+        ("--tuner_type bone", "--tuner miss"),
         ("--torch_dtype bfloat16 --attn_impl flash_attn", "--precision bf16 --attn flash_attention_2"),
         ("--truncation_strategy delete --loss_scale all", "--truncation drop --loss all"),
         ("--strict", "--bad-rows stop"),

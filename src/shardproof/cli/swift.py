@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from shardproof.cli import export, infer, infer_asked, options
 from shardproof.cli.deepspeed_file import same
 from shardproof.cli.from_swift import shell
-from shardproof.cli.from_swift.defaults import DEFAULTS, INSTEAD_OF, OF_RLHF
+from shardproof.cli.from_swift.defaults import DEFAULTS, INSTEAD_OF, OF_LORA, OF_RLHF, OF_TUNER
 from shardproof.cli.from_swift.models import longest, looks_or_hears, token_side, without_parts
 from shardproof.cli.from_swift.options import (
     as_words,
@@ -31,9 +31,11 @@ from shardproof.cli.from_swift.values import ADDED, NLG, TOWERS
 from shardproof.data.sources.hub import hub_name
 from shardproof.errors import ConfigError
 from shardproof.plugins import Plugins, check_names
-from shardproof.train.checks.contradictions import LORA, OF_ANSWERS, check_together
+from shardproof.train.checks.contradictions import OF_ANSWERS, check_together
+from shardproof.train.checks.tuners import OF_ADAPTERS, ONLY_LORA
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.rlhf_config import REFERRED, REWARDED
+from shardproof.train.options.tuners import OTHER_NAMES
 
 _SAME = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 _OF_LIBRARIES = ("PYTORCH_", "TORCH_", "NCCL_", "HF_", "WANDB_")
@@ -281,7 +283,10 @@ def _from_environment(environment: dict[str, str], model: str, notes: list[str])
 def _freeze_towers(values: dict[str, list[str]], given: Collection[str], notes: list[str]) -> None:
     """Swift trains towers and aligner only where it is told to, or where they have layers whose names get adapters."""
     named = values.get("target_modules", ["all-linear"]) != ["all-linear"]
-    if named and values.get("tuner", ["lora"]) == ["lora"]:
+    if "modules_to_save" in values and {*TOWERS["vit"]} <= {*values["modules_to_save"]}:
+        values.pop("freeze", None)  # which such a run passes over: towers and aligner are trained whole
+        return
+    if named and values.get("tuner", ["lora"]) != ["full"]:
         if values.pop("freeze", None):
             notes.append("named modules get adapters in towers, too, as there, where freezing is of all-linear alone")
         return
@@ -301,9 +306,10 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
             and not (name in _LORA_ONLY and (values["tuner"] != ["lora"] or "adapters" in values))
         ):
             values.setdefault(name, value.split())
+    _of_other_tuners(values)
     if "adapters" in values and kind in REFERRED:
         values.setdefault("ref_adapters", ["none"])
-    values.setdefault("learning_rate", ["1e-4" if values["tuner"] == ["lora"] else "1e-5"])
+    values.setdefault("learning_rate", ["1e-5" if values["tuner"] == ["full"] else "1e-4"])
     if values["gradient_checkpointing"][:1] in (["yes"], ["true"], []):
         values.setdefault("checkpointing_reentrant", ["no" if values["stage"] == ["0"] else "yes"])
     if "gradient_accumulation_steps" not in values and "global_batch_size" not in values:
@@ -334,6 +340,22 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
         notes.append("prompts that are longer than --max-length are left out here, and lose their beginning there")
 
 
+def _of_other_tuners(values: dict[str, list[str]]) -> None:
+    """What Swift's other adapters take of LoRA's options, and its defaults of them, under PEFT's names."""
+    kind = values["tuner"][0].lower()
+    if kind in ("full", "lora") or "adapters" in values:
+        return
+    kind = OTHER_NAMES.get(kind, kind)
+    given = {pair.partition("=")[0]: pair for pair in values.get("tuner_arguments", [])}
+    for theirs, name in OF_LORA.get(kind, {}).items():
+        if theirs in values:
+            given.setdefault(name, f"{name}={values.pop(theirs)[0]}")
+    for name, value in OF_TUNER.get(kind, {}).items():
+        given.setdefault(name, f"{name}={value}")
+    if given:
+        values["tuner_arguments"] = [*given.values()]
+
+
 def _is_on(values: dict[str, list[str]], name: str) -> bool:
     return values.get(name, ["no"])[:1] not in (["no"], ["false"])
 
@@ -350,7 +372,7 @@ def _holds_out(values: dict[str, list[str]]) -> bool:
 
 def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str]) -> None:
     """Options that ms-swift takes in silence, and that are refused here, since they would decide nothing."""
-    idle = LORA if values["tuner"] == ["full"] else ()
+    idle = {"full": OF_ADAPTERS, "lora": ("tuner_arguments",)}.get(values["tuner"][0].lower(), ONLY_LORA)
     if values["gradient_checkpointing"][:1] in (["no"], ["false"]):
         idle = (*idle, "checkpointing_reentrant")
     if _is_on(values, "packing"):

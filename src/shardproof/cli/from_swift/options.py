@@ -14,9 +14,6 @@ from shardproof.errors import ConfigError
 from shardproof.train.options.option import flag
 
 RENAMED = {
-    "tuner_type": "tuner",
-    "train_type": "tuner",
-    "sft_type": "tuner",
     "model_id_or_path": "model",
     "num_train_epochs": "epochs",
     "per_device_train_batch_size": "per_device_batch_size",
@@ -130,9 +127,10 @@ def _deepspeed(values: list[str], notes: list[str]) -> Ours:
 
 # By the beginning of their names, options that belong to something that is not here as a whole.
 OF_A_KIND = {
+    "lora_ga_": " It says how adapters begin by rows of data: --init-lora-weights takes other ways.",
     **dict.fromkeys(
-        ("lora_ga_", "fourier_", "boft_", "vera_", "galore_", "lisa_", "llamapro_", "adalora_", "reft_"),
-        " It is of a tuner of ms-swift that is not here: --tuner takes full and lora (with --dora, --rslora).",
+        ("galore_", "lisa_", "llamapro_", "reft_", "adapter_"),
+        " It is of a tuner of ms-swift that is not here: --tuner takes PEFT's, with --tuner-arguments.",
     ),
     "swanlab_": " SwanLab reads it from a variable of its own: SWANLAB_PROJ_NAME, SWANLAB_EXP_NAME, SWANLAB_MODE ...",
     **dict.fromkeys(

@@ -289,8 +289,31 @@ def _of_trl(name: str, values: list[str]) -> Ours:
     return [("trl_arguments", [f"{name}={values[0]}"])]
 
 
+# Options of its other adapters, as PEFT's configurations call them.
+OF_TUNERS = {
+    **{f"adalora_{name}": name for name in ("target_r", "init_r", "tinit", "tfinal", "deltaT", "beta1", "beta2")},
+    "adalora_orth_reg_weight": "orth_reg_weight",
+    **{f"boft_{name}": f"boft_{name}" for name in ("block_size", "block_num", "n_butterfly_factor", "dropout")},
+    "vera_rank": "r",
+    **{f"vera_{name}": name for name in ("projection_prng_key", "d_initial")},
+    "vera_dropout": "vera_dropout",
+    **{f"fourier_{name}": name for name in ("n_frequency", "scaling")},
+}
+
+
+def _of_tuner(name: str, values: list[str]) -> Ours:
+    return [("tuner_arguments", [f"{name}={values[0]}"])] if values and values[0].lower() != "none" else []
+
+
+def _tuner(values: list[str]) -> Ours:
+    """LoRA of the language model beside towers that are trained whole has a name of its own there."""
+    if " ".join(values).lower() != "lora_llm":
+        return [("tuner", values)]
+    return [("tuner", ["lora"]), ("modules_to_save", [*TOWERS["vit"], *TOWERS["aligner"]])]
+
+
 # Options that several of Swift's add to.
-ADDED = ("freeze", "part_learning_rates", "trl_arguments")
+ADDED = ("freeze", "part_learning_rates", "trl_arguments", "tuner_arguments", "modules_to_save")
 
 NLG = ["rouge_l", "bleu"]
 # What evaluations of embeddings and rerankers tell in any case.
@@ -332,6 +355,8 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "metric": partial(_metric, {"nlg": NLG, "rouge": NLG, "acc": ["exact_match"]}),  # infer's, too
     "scale_rewards": _scale_rewards,
     **{theirs: partial(_of_trl, trl) for theirs, trl in OF_TRL.items()},
+    **{theirs: partial(_of_tuner, name) for theirs, name in OF_TUNERS.items()},
+    **dict.fromkeys(("tuner_type", "train_type", "sft_type"), _tuner),
     **{f"freeze_{name}": partial(_freeze, name) for name in TOWERS},
     **{f"{name}_lr": partial(_rate, name) for name in ("vit", "aligner")},
 }

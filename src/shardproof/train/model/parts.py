@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardproof.data.forms.parts import rows_of_kinds
 from shardproof.errors import ConfigError
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+Config = TypeVar("Config", bound=RunConfig)
 SECOND = re.compile(r"\.lora_(embedding_)?B\b")  # of the two matrices of an adapter, as PEFT names it
 
 
@@ -46,6 +47,39 @@ def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"--freeze-parameters {' '.join(config.freeze_parameters)}: nothing is left to train.")
     return chosen
+
+
+def whole_parts(model: nn.Module, config: Config) -> Config:
+    """The options with the modules in place of parts that --modules-to-save names: all of a tower, trained beside
+    adapters. Of `vision audio aligner` a model may have some.
+
+    Raises:
+        ConfigError: one of them is not to be trained, or the model has none of them.
+    """
+    asked = [name for name in config.modules_to_save if name in PARTS]
+    if not asked:
+        return config
+    found = anatomy(model)
+    there = [part for part in asked if part in found.parts]
+    if not there:
+        raise ConfigError(
+            f"--modules-to-save {' '.join(asked)}: this model has no such part, it has {', '.join(found.parts)}."
+        )
+    if frozen := [part for part in there if part not in parts_trained(model, found.parts, config)]:
+        raise ConfigError(f"--modules-to-save {frozen[0]}: that part is frozen (--freeze, --train-parts).")
+    names = [name for name in config.modules_to_save if name not in asked]
+    return config.model_copy(update={"modules_to_save": [*names, *_modules_of(model, there, found.part_of)]})
+
+
+def _modules_of(model: nn.Module, parts: Sequence[str], part_of: Mapping[str, str], path: str = "") -> list[str]:
+    """The outermost modules that hold weights of these parts alone; PEFT copies no lists of them."""
+    from torch import nn
+
+    own = [part_of.get(f"{path}{name}") in parts for name, _ in model.named_parameters()]
+    if path and all(own) and not isinstance(model, (nn.ModuleList, nn.ModuleDict)):
+        return [path.rstrip(".")] if own else []
+    children = model.named_children() if any(own) else ()
+    return [found for name, child in children for found in _modules_of(child, parts, part_of, f"{path}{name}.")]
 
 
 def parts_trained(model: nn.Module, parts: list[str], config: RunConfig) -> list[str]:
