@@ -382,6 +382,7 @@ NOT_COUNTED = {
     *("keep_best", "neftune_noise_alpha", "label_names", "problem_type", "plain", "pooling", "loss_temperature"),
     *("model_revision", "streaming", "shuffle_buffer_size", "rope_scaling", "max_model_len"),
     *("interleave_prob", "stopping_strategy", "label_smoothing_factor"),
+    *("lisa_activated_layers", "lisa_step_interval"),  # in the end each layer has had its turn, and has its state
     "new_special_tokens",  # some rows more
     "adapters",  # they say --lora-rank and its like, by which they are counted
     "loss_type",

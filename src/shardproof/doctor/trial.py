@@ -75,7 +75,7 @@ def _take_steps(prepared: Prepared, folder: str) -> None:
             return
         matrices = [p for p in params.values() if p.dim() > 1 and id(p) in before]
         seen["moved"] = _moved([(before[id(p)], _sample(p.flat.locals[p.index])) for p in matrices])
-        seen["without"] = [name for name, grad in grads.items() if grad is None]
+        seen["without"] = [name for name, grad in grads.items() if grad is None and params[name].requires_grad]
         part_of = anatomy(next(iter(params.values())).flat.engine.model).part_of
         seen["parts"] = {name: part_of.get(name.rpartition(": ")[2], "llm") for name in seen["without"]}
         has = {name: grad is not None for name, grad in grads.items()}

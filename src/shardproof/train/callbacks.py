@@ -15,6 +15,7 @@ from shardproof.train.model.few import few_tokens
 from shardproof.train.model.loading import tokenizer_of
 from shardproof.train.model.right_padding import check_padding
 from shardproof.train.model.shared_rows import check_shared_rows
+from shardproof.train.optim.in_turn import LayersInTurn
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.option import SWANLAB
 from shardproof.train.stop import EndOfEpoch, JudgesEvaluations
@@ -23,6 +24,8 @@ from shardproof.train.stop import EndOfEpoch, JudgesEvaluations
 def callbacks_of(config: RunConfig) -> list[TrainerCallback]:
     """Those that this run needs, in the order in which they are called, and the user's own behind them."""
     found: list[TrainerCallback] = [LeavesOutWhatStays()]
+    if config.lisa_activated_layers:
+        found.append(LayersInTurn(config.lisa_activated_layers, config.lisa_step_interval, config.seed))
     if config.padding_free:
         found.append(Tries(check_padding_free))
     if config.sequence_parallel > 1:

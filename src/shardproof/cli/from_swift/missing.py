@@ -99,9 +99,7 @@ MISSING = {
     "norm_bbox": (),  # 'none' asks for pixels
     **dict.fromkeys(("train_dataloader_shuffle", "bnb_4bit_use_double_quant", "add_non_thinking_prefix"), ("true",)),
     **dict.fromkeys(("sequence_parallel_size", "deepspeed_autotp_size", "num_beams", "num_mini_batches"), ("1",)),
-    **dict.fromkeys(
-        ("lisa_activated_layers", "freeze_parameters_ratio", "label_smoothing_factor", "eval_delay"), ("0", "0.0")
-    ),
+    **dict.fromkeys(("freeze_parameters_ratio", "label_smoothing_factor", "eval_delay"), ("0", "0.0")),
     **dict.fromkeys(
         (
             *("quant_method", "bnb_4bit_quant_type"),

@@ -129,7 +129,7 @@ def _deepspeed(values: list[str], notes: list[str]) -> Ours:
 OF_A_KIND = {
     "lora_ga_": " It says how adapters begin by rows of data: --init-lora-weights takes other ways.",
     **dict.fromkeys(
-        ("galore_", "lisa_", "llamapro_", "reft_", "adapter_"),
+        ("galore_", "llamapro_", "reft_", "adapter_"),
         " It is of a tuner of ms-swift that is not here: --tuner takes PEFT's, with --tuner-arguments.",
     ),
     "swanlab_": " SwanLab reads it from a variable of its own: SWANLAB_PROJ_NAME, SWANLAB_EXP_NAME, SWANLAB_MODE ...",

@@ -75,7 +75,7 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
     parts = parts or config.freeze_parameters or config.trainable_parameters
     check_arguments(config)
     balance = getattr(config, "router_aux_loss_coef", 0)
-    may_refuse = config.attn or (getattr(config, "packing", False) and config.compile)
+    may_refuse = config.attn or config.lisa_activated_layers or (getattr(config, "packing", False) and config.compile)
     if not (new or parts or balance or may_refuse or config.padding_free):
         return config
     if registered_model(source, load(config.external_plugins), config.model_type) is not None:
@@ -84,6 +84,10 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
     config = without_lacking(config, anatomy(model).parts)
     if balance:
         check_balance(model)
+    if config.lisa_activated_layers:
+        from shardproof.train.optim.in_turn import check_layers
+
+        check_layers(model, config.lisa_activated_layers)
     config = whole_parts(model, config) if new else config
     whole = config.modules_to_save if new else []
     named = {"--target-modules": targets, "--modules-to-save": whole}

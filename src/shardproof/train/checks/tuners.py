@@ -12,7 +12,7 @@ ONLY_LORA = (
     *("target_parameters", "init_lora_weights"),
 )
 OF_ADAPTERS = (*ONLY_LORA, "target_modules", "modules_to_save", "quantize", "adapters", "tuner_arguments")
-NAMED = "freeze_parameters", "trainable_parameters"
+NAMED = "freeze_parameters", "trainable_parameters", "lisa_activated_layers"
 
 
 def check_tuner(config: RunConfig) -> None:
@@ -21,6 +21,8 @@ def check_tuner(config: RunConfig) -> None:
         raise ConfigError(f"{given} is about adapters, and --tuner full trains every weight: add --tuner lora.")
     if config.tuner != FULL and (given := first_given(config, NAMED)):
         raise ConfigError(f"{given} is of --tuner full: adapters are trained, those of --target-modules.")
+    if not config.lisa_activated_layers and (given := first_given(config, ["lisa_step_interval"])):
+        raise ConfigError(f"{given} is of --lisa-activated-layers: add it.")
     if config.tuner == LORA and config.tuner_arguments:
         raise ConfigError("--tuner-arguments is about other adapters than LoRA, which has options of its own.")
     if config.tuner in KINDS and (given := first_given(config, ONLY_LORA)):

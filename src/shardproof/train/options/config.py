@@ -168,6 +168,10 @@ class RunConfig(ModelOptions):
     adam_beta1: float = option("Training", 0.9, "AdamW's beta1, of the mean of gradients", ge=0, lt=1)
     adam_beta2: float = option("Training", 0.999, "AdamW's beta2, of the mean of their squares", ge=0, lt=1)
     adam_epsilon: Finite = option("Training", 1e-8, "AdamW's epsilon", ge=0)
+    lisa_activated_layers: int = option(
+        "Training", 0, "train so many layers of the language model at a time, drawn by chance (LISA; 0: all)", ge=0
+    )
+    lisa_step_interval: int = option("Training", 20, "with that: draw others every so many steps", ge=1)
     max_grad_norm: Finite = option("Training", 1.0, "clip the global gradient norm to this; 0 does not clip", ge=0)
     seed: int = option("Training", 42, "seed of initial weights, the order of the rows and dropout", ge=0, lt=2**32)
 
