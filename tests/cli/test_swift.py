@@ -181,6 +181,15 @@ def test_other_adapters_are_those_of_swifts_defaults(theirs, ours):
     sft.parse(shlex.split(command.replace("\\\n", " "))[2:])
 
 
+def test_llama_pro_is_full_training_of_new_blocks():
+    command, _, missing = swift.translate("swift sft --model m --dataset d --tuner_type llamapro")
+    assert missing == []
+    found = options(command)
+    assert (found["--tuner"], found["--new-blocks"]) == ("full", "4")
+    with pytest.raises(ConfigError, match="--tuner full --new-blocks 4"):
+        sft.parse(["--tuner_type", "llamapro"])
+
+
 def test_towers_that_are_trained_whole_beside_lora_are_named_as_parts():
     said = "swift sft --model Qwen/Qwen2.5-VL-7B-Instruct --dataset d --tuner_type lora_llm --freeze_vit true"
     command, _, missing = swift.translate(said)
@@ -205,6 +214,8 @@ def test_what_is_printed_is_taken():
             "--tuner_type lora_llm --vit_lr 1e-5",
             "--tuner lora --modules-to-save vision audio aligner --part-learning-rates vision=1e-5,audio=1e-5",
         ),
+        ("--tuner_type full --llamapro_num_new_blocks 2", "--tuner full --new-blocks 2"),
+        ("--lisa_activated_layers 2 --lisa_step_interval 10", "--lisa-activated-layers 2 --lisa-step-interval 10"),
         ("--train_type boft --boft_block_size 8", "--tuner boft --tuner-arguments boft_block_size=8"),
         ("--tuner_type vera --vera_rank 64 --vera_d_initial 0.2", "--tuner vera --tuner-arguments r=64 d_initial=0.2"),
         ("--sft_type fourierft --fourier_n_frequency 9", "--tuner fourierft --tuner-arguments n_frequency=9"),

@@ -121,6 +121,9 @@ def _brought_over(line: shell.Line) -> tuple[str, list[str], list[str]]:
     notes: list[str] = []
     values, missing = _adopted(line, known, notes)
     missing += line.missing
+    if values.get("tuner", [""])[0].lower() == "llamapro":
+        values["tuner"] = ["full"]
+        values.setdefault("new_blocks", ["4"])
     without_parts(values, given, notes)
     in_file = any(name == "config" for name, _ in line.options)
     own_model = ("model",) if "adapters" not in values else ()  # adapters know theirs

@@ -24,6 +24,7 @@ class PlanConfig(BaseModel):
     model: Named = option(
         "Model", "", "folder or hub id of a model, or its config.json alone: weights are not needed; 'tiny' to try"
     )
+    new_blocks: int = option("Model", 0, "more blocks in the language model, which alone are trained", ge=0)
     tuner: Tuner = option("Model", "full", "train every weight, or which adapters", values="|".join(TUNERS))
     tuner_arguments: TunerArguments = option("Model", {}, "what such a kind takes, such as boft_block_size=4")
     lora_rank: int = option("Model", 16, "rank of the adapters", ge=1)

@@ -52,7 +52,7 @@ FIXED = (
         "dora",
     ),
     *("task", "num_labels", "label_names", "problem_type", "init_lora_weights"),
-    *("new_special_tokens", "rope_scaling", "max_model_len"),
+    *("new_blocks", "new_special_tokens", "rope_scaling", "max_model_len"),
 )
 TOLD = (
     *("model", "lora_dropout", "freeze", "train_parts", "precision", "reduce_dtype", "fp8", "quantize", "epochs"),

@@ -14,6 +14,7 @@ from shardproof.errors import ConfigError
 from shardproof.train.options.option import flag
 
 RENAMED = {
+    "llamapro_num_new_blocks": "new_blocks",
     "model_id_or_path": "model",
     "num_train_epochs": "epochs",
     "per_device_train_batch_size": "per_device_batch_size",

@@ -35,6 +35,7 @@ OF_MODEL = (
     *(
         "tuner",
         "tuner_arguments",
+        "new_blocks",
         "lora_rank",
         "lora_dropout",
         "dora",
@@ -64,6 +65,7 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
     from shardproof.train.adapters.adding import with_adapters
     from shardproof.train.model.attention import choose_attention
     from shardproof.train.model.loading import first_line, loaded_in
+    from shardproof.train.model.new_blocks import add_blocks
     from shardproof.train.model.parts import freeze_head, in_bits
 
     source = source_of(config)
@@ -80,6 +82,7 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
     try:
         with torch.device("meta"), Unfilled():
             model: Any = _built(source, config, auto, loaded_in(config))
+            add_blocks(model, config.new_blocks)
             choose_attention(model, config)
             recipe.quantize = recipe.quantize or (packed_kind(model.config) if config.tuner != "full" else None)
             check_bits(recipe)

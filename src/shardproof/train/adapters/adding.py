@@ -36,10 +36,10 @@ def with_adapters(model: Any, config: RunConfig, task: str = "CAUSAL_LM") -> Any
     from shardproof.train.model.parts import choose_parts
 
     chosen = choose_parts(model, config)
+    if config.gradient_checkpointing and (config.tuner != FULL or getattr(config, "new_blocks", 0)):
+        model.enable_input_require_grads()
     if config.tuner == FULL:
         return model
-    if config.gradient_checkpointing:
-        model.enable_input_require_grads()
     if config.adapters:
         return with_trained_adapters(model, config, task, chosen)
     return _adapted(model, new_adapters(config, task, model, chosen), config)
@@ -75,7 +75,8 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
     parts = parts or config.freeze_parameters or config.trainable_parameters
     check_arguments(config)
     balance = getattr(config, "router_aux_loss_coef", 0)
-    may_refuse = config.attn or config.lisa_activated_layers or (getattr(config, "packing", False) and config.compile)
+    may_refuse = config.attn or config.lisa_activated_layers or getattr(config, "new_blocks", 0)
+    may_refuse = may_refuse or (getattr(config, "packing", False) and config.compile)
     if not (new or parts or balance or may_refuse or config.padding_free):
         return config
     if registered_model(source, load(config.external_plugins), config.model_type) is not None:

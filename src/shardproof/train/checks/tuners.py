@@ -12,14 +12,14 @@ ONLY_LORA = (
     *("target_parameters", "init_lora_weights"),
 )
 OF_ADAPTERS = (*ONLY_LORA, "target_modules", "modules_to_save", "quantize", "adapters", "tuner_arguments")
-NAMED = "freeze_parameters", "trainable_parameters", "lisa_activated_layers"
+NAMED = "freeze_parameters", "trainable_parameters", "lisa_activated_layers", "new_blocks"
 
 
 def check_tuner(config: RunConfig) -> None:
     """Raise ConfigError for what is about adapters of another kind, or about none."""
     if config.tuner == FULL and (given := first_given(config, OF_ADAPTERS)):
         raise ConfigError(f"{given} is about adapters, and --tuner full trains every weight: add --tuner lora.")
-    if config.tuner != FULL and (given := first_given(config, NAMED)):
+    if config.tuner != FULL and (given := first_given(config, [n for n in NAMED if hasattr(config, n)])):
         raise ConfigError(f"{given} is of --tuner full: adapters are trained, those of --target-modules.")
     if not config.lisa_activated_layers and (given := first_given(config, ["lisa_step_interval"])):
         raise ConfigError(f"{given} is of --lisa-activated-layers: add it.")

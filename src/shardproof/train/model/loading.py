@@ -31,6 +31,7 @@ from shardproof.train.folder import ADAPTER, CONFIG, MODEL, base_of
 from shardproof.train.model.attention import choose_attention, share_rows
 from shardproof.train.model.changes import add_tokens, grow, stretching
 from shardproof.train.model.made_anew import note_made_anew, note_not_read
+from shardproof.train.model.new_blocks import add_blocks
 from shardproof.train.model.parts import freeze_head
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.option import REPORTS
@@ -235,8 +236,8 @@ def load_model(
     to_shard: bool = False,
     **more: Any,
 ) -> Any:
-    """The model in fp32 (the engine computes in --precision and keeps masters), without adapters; in bf16
-    where there are to be no other masters. Its checkpointing, once enabled, is that of --gradient-checkpointing.
+    """The model in fp32, of which masters are made, or in bf16 where there are to be no others; without adapters. Its
+    checkpointing, once enabled, is that of --gradient-checkpointing.
 
     Args:
         model_type: the model of --external-plugins that loads it; None looks into its config.
@@ -250,12 +251,12 @@ def load_model(
     from shardproof.train.model.activations import choose_checkpointing
 
     loaded = _loaded(source, config, kind, model_type, to_shard, **more)
-    model = loaded[0] if isinstance(loaded, tuple) else loaded
-    note_not_read(model)
+    note_not_read(model := loaded[0] if isinstance(loaded, tuple) else loaded)
     if getattr(config, "new_special_tokens", None):
         tokenizer = load_tokenizer(source, config)
         add_tokens(tokenizer, config.new_special_tokens)  # type: ignore[attr-defined]
         grow(model, tokenizer)
+    add_blocks(model, getattr(config, "new_blocks", 0))
     choose_attention(model, config)
     share_rows(model, config)
     if kind != CAUSAL:

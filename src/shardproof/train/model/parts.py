@@ -12,6 +12,7 @@ from shardproof.models.families.anatomy import anatomy, trainable_parts
 from shardproof.models.families.family import FED_BY, PARTS, TALKER
 from shardproof.models.families.known import family_of
 from shardproof.models.scorers import HEADED, HEADS
+from shardproof.train.model.new_blocks import train_new_alone
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.patterns import check_pattern
 
@@ -44,6 +45,8 @@ def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
         model.get_parameter(name).requires_grad_(False)
     for name in named(model, "--trainable-parameters", config.trainable_parameters):
         model.get_parameter(name).requires_grad_(True)
+    if getattr(config, "new_blocks", 0):
+        train_new_alone(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"--freeze-parameters {' '.join(config.freeze_parameters)}: nothing is left to train.")
     return chosen

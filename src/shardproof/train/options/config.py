@@ -304,6 +304,9 @@ class SftConfig(RunConfig):
     new_special_tokens: list[str] = option(
         "Model", [], "tokens to add to the model's vocabulary, or a .txt file with one a line"
     )
+    new_blocks: int = option(
+        "Model", 0, "add so many blocks to the language model, evenly spread, and train these alone (LLaMA-Pro)", ge=0
+    )
     rope_scaling: Texts = option(
         "Model", {}, "scale rotary positions (RoPE) for longer inputs: type=yarn,factor=2 (or linear, dynamic)"
     )

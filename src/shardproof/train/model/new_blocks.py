@@ -1,0 +1,132 @@
+"""LLaMA-Pro (arXiv 2401.02415): new blocks between those of a language model, which alone are trained.
+
+Each is a copy of the block before it whose attention and MLP write nothing yet, so that the model begins as it was. The
+result is an ordinary model of more layers.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from shardproof.errors import ConfigError
+
+WRITE = {"o_proj", "down_proj"}  # of an attention and an MLP, what writes into the stream between the blocks
+_NEW = "new_blocks"  # where a model keeps the names of those that it was given
+
+
+class Zeros:
+    """Reads a range of a weight that begins as zeros."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype
+
+    def __call__(self, first: int, last: int) -> Any:
+        import torch
+
+        return torch.zeros(last - first, dtype=self.dtype)
+
+
+def add_blocks(model: Any, count: int) -> None:
+    """Give a model `count` more blocks, evenly spread, if any. Where weights are still to be read, they read what the
+    blocks before them read.
+
+    Raises:
+        ConfigError: its blocks cannot be told into so many groups, do not write by what is known here, or its config
+            cannot say which they are.
+    """
+    if not count:
+        return
+    from torch import nn
+
+    from shardproof.train.optim.in_turn import layers_of
+
+    layers = layers_of(model)
+    said = f"--new-blocks {count}: the language model of {type(model).__name__}"
+    if not layers or len(layers) % count:
+        raise ConfigError(f"{said} has {len(layers)} blocks, which {count} does not divide.")
+    each = len(layers) // count
+    order = [at for at in range(len(layers)) for _ in range(2 if (at + 1) % each == 0 else 1)]
+    new = [place for place in range(1, len(order)) if order[place] == order[place - 1]]
+    blocks = [_copy(layers[at][1]) if place in new else layers[at][1] for place, at in enumerate(order)]
+    for place in new:
+        if not _writes_nothing(blocks[place]):
+            raise ConfigError(f"{said} has blocks without {' and '.join(sorted(WRITE))}, by which they write.")
+    path, text = layers[0][0].rpartition(".")[0], model.config.get_text_config()
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == len(layers):
+            setattr(text, name, [value[at] for at in order])
+    text.num_hidden_layers = len(order)
+    for place, block in enumerate(blocks):
+        for module in block.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = place
+    outer, _, last = path.rpartition(".")
+    setattr(model.get_submodule(outer), last, nn.ModuleList(blocks))
+    if _shape(model, path) != _shape(_as_configured(model), path):
+        raise ConfigError(f"{said} has blocks of several kinds, and its config cannot say of which kind new ones are.")
+    model.__dict__[_NEW] = [f"{path}.{place}." for place in new]
+
+
+def train_new_alone(model: Any) -> None:
+    """Freeze all but the blocks that were added."""
+    for name, p in model.named_parameters():
+        p.requires_grad_(p.requires_grad and name.startswith(tuple(model.__dict__[_NEW])))
+
+
+def _copy(block: Any) -> Any:
+    """The same block; weights that are still to be read know how, and take no memory."""
+    import torch
+    from torch import nn
+
+    from shardproof.zero.build import READER
+
+    memo: dict[int, Any] = {}
+    for p in block.parameters():
+        value = p.detach()
+        if READER in p.__dict__:
+            value = torch.full((), float("nan"), dtype=p.dtype, device=p.device).expand(p.shape)
+        memo[id(p)] = made = nn.Parameter(value if READER in p.__dict__ else value.clone(), p.requires_grad)
+        made.__dict__.update(p.__dict__)
+    return copy.deepcopy(block, memo)
+
+
+def _writes_nothing(block: Any) -> bool:
+    """Have a block add nothing to what passes through it. Returns whether it is known what writes."""
+    import torch
+
+    from shardproof.zero.build import READER
+
+    found = set()
+    for name, p in block.named_parameters():
+        if writer := WRITE & {*name.split(".")}:
+            found |= writer
+            if READER in p.__dict__:
+                setattr(p, READER, Zeros(p.dtype))
+            else:
+                with torch.no_grad():
+                    p.zero_()
+    return found == WRITE
+
+
+def _as_configured(model: Any) -> Any:
+    """What transformers makes of the model's config, without values."""
+    import torch
+
+    with torch.device("meta"):
+        return type(model)(copy.deepcopy(model.config))
+
+
+def _shape(model: Any, path: str) -> dict[str, Any]:
+    """Of the blocks there: classes, shapes, and what each module says of itself."""
+    blocks = model.get_submodule(path)
+    plain = (int, float, str, type(None))
+    found: dict[str, Any] = {name: tuple(p.shape) for name, p in blocks.named_parameters()}
+    for name, module in blocks.named_modules():
+        own = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, plain) and key[0] != "_" and key != "training"
+        }
+        found[f"{name}:"] = type(module).__name__, own
+    return found
