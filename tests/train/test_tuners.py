@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardproof.errors import ConfigError
+from shardproof.integrations.prepared import hold_as_computed, shard_prepared
+from shardproof.train.adapters.adding import with_adapters
+from shardproof.train.adapters.kinds import arguments_of, check_steps
+from shardproof.train.checks.contradictions import check_together
+from shardproof.train.model.loading import load_model
+from shardproof.train.model.parts import in_bits
+from shardproof.train.options.config import SftConfig
 from shardproof.train.options.tuners import KINDS
+from shardproof.train.settings import mixed_precision
 
 AGAIN = ["--gradient-checkpointing"]
 REENTRANT = [*AGAIN, "--checkpointing-reentrant"]
@@ -85,3 +96,86 @@ def test_the_numbers_of_one_process_from_the_first_step_to_the_merged_model(comm
         torch.testing.assert_close(value, early[name], rtol=1e-5, atol=1e-6)
     said = [later[name].output.splitlines()[-1] for name in ("asked", "asked merged")]
     assert said[0] == said[1]
+
+
+def computed_in_half(tiny: Path, kind: str, quantize: str | None) -> tuple[float, list[bool]]:
+    """The loss of a few tokens in bf16, and which of what is trained has a gradient."""
+    own = dict(text.split("=") for text in ARGUMENTS.get(kind, []))
+    config = SftConfig(
+        model=str(tiny), dataset=["x"], tuner=kind, tuner_arguments=own, precision="bf16", quantize=quantize
+    )
+    precision = mixed_precision("bf16")
+    model = with_adapters(in_bits(load_model(str(tiny), config, to_shard=True), config), config).train()
+    hold_as_computed(model, precision)
+    model = shard_prepared(model, 3, precision, None)
+    ids = torch.arange(8)[None]
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return float(loss.detach()), [p.grad is not None for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind, what in KINDS.items() if what.half])
+def test_in_half_precision_buffers_meet_what_is_gathered(tiny: Path, kind: str) -> None:
+    loss, have = computed_in_half(tiny, kind, None)
+    assert all(have)
+    assert 0 < loss < 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind, what in KINDS.items() if what.four_bits])
+def test_on_a_base_in_four_bits_go_those_that_work_on_what_passes_through(bitsandbytes, tiny: Path, kind: str) -> None:
+    loss, have = computed_in_half(tiny, kind, "nf4")
+    assert all(have)
+    assert 0 < loss < 20
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tuner": "boft", "lora_rank": 4}, "--lora-rank is of --tuner lora. What --tuner boft takes is said by"),
+        ({"tuner": "lora", "tuner_arguments": {"r": "4"}}, "--tuner-arguments is about other adapters than LoRA"),
+        ({"tuner": "full", "tuner_arguments": {"r": "4"}}, "--tuner-arguments is about adapters"),
+        ({"tuner": "hra", "quantize": "nf4"}, "it computes with the weights themselves, which are packed"),
+        ({"tuner": "adamss", "precision": "bf16"}, "PEFT computes it in fp32 alone"),
+    ],
+)
+def test_what_is_of_other_adapters_is_refused(options, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_together(SftConfig(model="x", dataset=["x"], **options))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "said"),
+    [
+        ("boft", {"boft_blok_size": "4"}, "no such argument. Did you mean boft_block_size?\nIt takes boft_block_size"),
+        ("boft", {"target_modules": "q_proj"}, "An option of its own says it: --target-modules"),
+        ("boft", {"boft_block_size": "many"}, "PEFT wants int there, such as 4"),
+        ("adalora", {"total_step": "4"}, "--tuner adalora has no such argument"),
+    ],
+)
+def test_an_argument_that_peft_does_not_take_is_refused(kind, given, said) -> None:
+    with pytest.raises(ConfigError) as error:
+        arguments_of(kind, given)
+    assert said in str(error.value)
+
+
+def test_arguments_have_the_types_of_peft() -> None:
+    found = arguments_of("loha", {"r": "4", "rank_dropout": "0.1", "layers_to_transform": "0,1", "init_weights": "no"})
+    assert found == {"r": 4, "rank_dropout": 0.1, "layers_to_transform": [0, 1], "init_weights": False}
+    assert arguments_of("loha", {"rank_pattern": '{"q_proj": 2}'}) == {"rank_pattern": {"q_proj": 2}}
+
+
+@pytest.mark.parametrize(("kind", "said"), [("reft", "PEFT has no ReFT"), ("prompt_tuning", "no merge can take")])
+def test_what_is_left_out_is_told_why(kind, said) -> None:
+    with pytest.raises(ValueError, match=said):
+        SftConfig(model="x", dataset=["x"], tuner=kind)
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "said"),
+    [({}, 1, "of 1 step"), ({"tinit": "5"}, 5, "of 5 step"), ({"init_r": "4"}, 9, "init_r has to be above target_r")],
+)
+def test_ranks_that_cannot_move_in_a_run_are_refused(given, steps, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_steps(SftConfig(model="x", dataset=["x"], tuner="adalora", tuner_arguments=given), steps)

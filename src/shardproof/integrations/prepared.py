@@ -75,6 +75,7 @@ def hold_as_computed(model: nn.Module, precision: MixedPrecision | None, saved: 
     """
     if precision is None:
         return False
+    hold_buffers(model, precision.compute)
     compute, found = precision.compute, False
     kept = {id(value) for name, value in model.state_dict(keep_vars=True).items() if name in saved} if saved else set()
     for p in model.parameters():
@@ -84,6 +85,21 @@ def hold_as_computed(model: nn.Module, precision: MixedPrecision | None, saved: 
             if id(p) not in kept or _fits(p, value):
                 p.data, found = value, True
     return found
+
+
+def hold_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep the buffers of adapters (VeRA's matrices by chance) in the dtype that they are computed with: they meet
+    parameters that are gathered in it."""
+    if not getattr(model, "peft_config", None):
+        return
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+
+    for outer in model.modules():
+        if isinstance(outer, (BaseTuner, BaseTunerLayer)):
+            inner = "model." if isinstance(outer, BaseTuner) else "base_layer."
+            for name, value in outer.named_buffers():
+                if not name.startswith(inner) and value.is_floating_point():
+                    value.data = value.data.to(dtype)
 
 
 def _fits(p: nn.Parameter, value: torch.Tensor) -> bool:

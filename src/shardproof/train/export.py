@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.data.encoding.embed import prompt_of
 from shardproof.errors import ConfigError
+from shardproof.integrations.prepared import hold_buffers
 from shardproof.integrations.saved import readable_as_the_rest
 from shardproof.models.forward import without_adapters
 from shardproof.models.loading.classes import load_body, save_extra_files, with_values
@@ -56,6 +57,7 @@ from shardproof.train.reranker.scoring import Scoring, scoring_in, scoring_of
 from shardproof.train.rows.media import files_taken
 from shardproof.train.seq_cls.labelling import labels_in, labels_of, load_classifier
 from shardproof.train.seq_cls.recipe import trained
+from shardproof.train.settings import mixed_precision
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 ROUNDED = 1e-2  # what rounding may, in half precision
@@ -327,5 +329,7 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
     else:
         model = with_adapters(_ordinary(load_model(source, config, model_type=config.model_type)), config)
     begin_adapters(model, config, [path])
+    if (precision := mixed_precision(config.precision)) is not None:
+        hold_buffers(model, precision.compute)  # as the run had them
     load_beside_reference(model, path)
     return model, processing

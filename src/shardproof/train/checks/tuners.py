@@ -29,6 +29,8 @@ def check_tuner(config: RunConfig) -> None:
         raise ConfigError(
             f"{given} is of --tuner lora. What --tuner {config.tuner} takes is said by --tuner-arguments NAME=X."
         )
+    if config.tuner in KINDS and not KINDS[config.tuner].half and config.precision != "fp32":
+        raise ConfigError(f"--tuner {config.tuner}: PEFT computes it in fp32 alone. Add --precision fp32.")
     if config.tuner in KINDS and config.quantize and not KINDS[config.tuner].four_bits:
         able = ", ".join([LORA, *(name for name, kind in KINDS.items() if kind.four_bits)])
         raise ConfigError(

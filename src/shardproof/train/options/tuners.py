@@ -27,24 +27,26 @@ class Kind:
             weights, or of what is computed, so that only a run counts it.
         four_bits: whether it goes on layers whose weights are packed (--quantize), as it works on what goes through
             them, and not on the weights themselves.
+        half: whether it computes in half precision.
     """
 
     reads: bool = False
     plans: str | None = "meta"
     four_bits: bool = False
+    half: bool = True
 
 
-_THROUGH, _OF_WEIGHTS = Kind(four_bits=True), Kind(reads=True)
+_THROUGH, _OF_WEIGHTS = Kind(four_bits=True), Kind(reads=True, plans=None)
 KINDS = {
     ADALORA: _THROUGH,
-    "adamss": Kind(reads=True, plans=None),
+    "adamss": Kind(reads=True, plans=None, half=False),
     "beft": _THROUGH,
     "boft": Kind(four_bits=True, plans="cpu"),
     "c3a": _THROUGH,
     "deft": _OF_WEIGHTS,
     "delora": _OF_WEIGHTS,
     "fourierft": _THROUGH,
-    "frod": Kind(reads=True, plans=None),
+    "frod": _OF_WEIGHTS,
     "glora": Kind(),
     "gralora": _THROUGH,
     "hira": Kind(),
