@@ -36,7 +36,6 @@ IDLE = {
 BESIDE_DEFAULTS: dict[str, dict[str, Any]] = {
     ADALORA: {"total_step": 2**31},  # until the run begins
     "ia3": {"feedforward_modules": []},
-    "frod": {"progressbar": False},
 }
 
 

@@ -46,7 +46,6 @@ KINDS = {
     "deft": _OF_WEIGHTS,
     "delora": _OF_WEIGHTS,
     "fourierft": _THROUGH,
-    "frod": _OF_WEIGHTS,
     "glora": Kind(),
     "gralora": _THROUGH,
     "hira": Kind(),
@@ -78,6 +77,7 @@ TUNERS = (FULL, LORA, *KINDS)
 LEFT_OUT: dict[str, str] = {
     "lily": "it chooses by the mean of a batch, so that its numbers depend on how rows are dealt out",
     "pvera": "it draws numbers for each row, so that its numbers depend on how rows are dealt out",
+    "frod": "PEFT makes sparse tensors of its parameters, in a way in which sharded ones cannot be gathered",
     "shadow": "it trains a second model of its own beside this one",
     "poly": "it wants to know the task of each row",
     "xlora": "it mixes adapters that have been trained before",
