@@ -41,7 +41,6 @@ ARGUMENTS = {
     "vera": ["r=4"],
     "waveft": ["n_frequency=40"],
 }
-FAST = ("adalora", "boft")
 RATES = {"osf": "1e-3"}
 
 
@@ -51,7 +50,8 @@ def adapted(sft, kind: str, *more: str) -> list[str]:
     return sft("--tuner", kind, *own, *rate, *more)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in FAST else pytest.mark.slow) for k in KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_numbers_of_one_process_from_the_first_step_to_the_merged_model(commands, sft, kind) -> None:
     two, save = ["--nproc", "2"], ["--save-steps", "2", "--max-steps", "4"]
     jobs = {
