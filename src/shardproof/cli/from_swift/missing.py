@@ -153,6 +153,7 @@ HARMLESS = {
 INSTEAD = {
     "norm_bbox": "boxes are written in thousandths or in pixels, as each family of models knows them",
     "packing": "only 'shardproof sft' packs rows; --padding-free leaves padding out in rlhf, too",
+    "use_galore": "--optimizer adafactor or muon holds less state of matrices, and --tuner lora fewer gradients",
     "train_dataloader_shuffle": "rows are shuffled in each epoch, always (but not with --streaming"
     " --shuffle-buffer-size 0)",
     **dict.fromkeys(
