@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from shardproof.cli import export, infer, infer_asked, options
 from shardproof.cli.deepspeed_file import same
 from shardproof.cli.from_swift import shell
-from shardproof.cli.from_swift.defaults import DEFAULTS, INSTEAD_OF, OF_LORA, OF_RLHF, OF_TUNER
+from shardproof.cli.from_swift.defaults import DEFAULTS, INSTEAD_OF, OF_RLHF
 from shardproof.cli.from_swift.models import longest, looks_or_hears, token_side, without_parts
 from shardproof.cli.from_swift.options import (
     as_words,
@@ -27,6 +27,7 @@ from shardproof.cli.from_swift.options import (
     ours,
 )
 from shardproof.cli.from_swift.places import placed
+from shardproof.cli.from_swift.tuners import of_other_tuners, with_new_blocks
 from shardproof.cli.from_swift.values import ADDED, NLG, TOWERS
 from shardproof.data.sources.hub import hub_name
 from shardproof.errors import ConfigError
@@ -35,7 +36,6 @@ from shardproof.train.checks.contradictions import OF_ANSWERS, check_together
 from shardproof.train.checks.tuners import OF_ADAPTERS, ONLY_LORA
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.rlhf_config import REFERRED, REWARDED
-from shardproof.train.options.tuners import OTHER_NAMES
 
 _SAME = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 _OF_LIBRARIES = ("PYTORCH_", "TORCH_", "NCCL_", "HF_", "WANDB_")
@@ -121,9 +121,7 @@ def _brought_over(line: shell.Line) -> tuple[str, list[str], list[str]]:
     notes: list[str] = []
     values, missing = _adopted(line, known, notes)
     missing += line.missing
-    if values.get("tuner", [""])[0].lower() == "llamapro":
-        values["tuner"] = ["full"]
-        values.setdefault("new_blocks", ["4"])
+    with_new_blocks(values)
     without_parts(values, given, notes)
     in_file = any(name == "config" for name, _ in line.options)
     own_model = ("model",) if "adapters" not in values else ()  # adapters know theirs
@@ -309,7 +307,7 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
             and not (name in _LORA_ONLY and (values["tuner"] != ["lora"] or "adapters" in values))
         ):
             values.setdefault(name, value.split())
-    _of_other_tuners(values)
+    of_other_tuners(values)
     if "adapters" in values and kind in REFERRED:
         values.setdefault("ref_adapters", ["none"])
     values.setdefault("learning_rate", ["1e-5" if values["tuner"] == ["full"] else "1e-4"])
@@ -341,22 +339,6 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
             values["max_length"] = [str(most)]
     if kind in ("grpo", "ppo"):
         notes.append("prompts that are longer than --max-length are left out here, and lose their beginning there")
-
-
-def _of_other_tuners(values: dict[str, list[str]]) -> None:
-    """What Swift's other adapters take of LoRA's options, and its defaults of them, under PEFT's names."""
-    kind = values["tuner"][0].lower()
-    if kind in ("full", "lora") or "adapters" in values:
-        return
-    kind = OTHER_NAMES.get(kind, kind)
-    given = {pair.partition("=")[0]: pair for pair in values.get("tuner_arguments", [])}
-    for theirs, name in OF_LORA.get(kind, {}).items():
-        if theirs in values:
-            given.setdefault(name, f"{name}={values.pop(theirs)[0]}")
-    for name, value in OF_TUNER.get(kind, {}).items():
-        given.setdefault(name, f"{name}={value}")
-    if given:
-        values["tuner_arguments"] = [*given.values()]
 
 
 def _is_on(values: dict[str, list[str]], name: str) -> bool:

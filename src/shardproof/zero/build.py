@@ -61,7 +61,7 @@ def find_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Modul
     return [
         (n, m)
         for n, m in named
-        if n.startswith(prefixes) and n.rpartition(".")[0] in {x for x, _ in lists} and _has_parameters(m)
+        if n.startswith(prefixes) and n.rpartition(".")[0] in {x for x, _ in lists} and [*m.parameters()]
     ]
 
 
@@ -93,10 +93,6 @@ def _outermost(pairs: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Mod
         if not any(name.startswith(f"{outer}.") for outer, _ in result):
             result.append((name, module))
     return result
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 # --- cutting --------------------------------------------------------------------------------------

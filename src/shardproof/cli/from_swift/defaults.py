@@ -21,16 +21,6 @@ DEFAULTS = {
     "precision": "bf16",
 }
 _GENERATING = {"temperature": "0.9", "max_completion_length": "512"}
-OF_TUNER = {  # by kind, where PEFT's is another
-    "adalora": {"lora_alpha": "32", "lora_dropout": "0.05"},
-    "fourierft": {"n_frequency": "2000", "scaling": "300"},
-    "miss": {"r": "8"},
-}
-# Which of LoRA's options Swift hands to them, and as what.
-OF_LORA = {
-    "adalora": {"lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"},
-    "miss": {"lora_rank": "r"},
-}
 OF_RLHF = {  # by algorithm
     "simpo": {"beta": "2.0", "simpo_gamma": "1.0", "cpo_alpha": "1.0"},
     "grpo": {

@@ -7,18 +7,13 @@
     3      around each use                    reduce-scatter as backward produces them   shard
 
 A step makes whole values stale; they are gathered at their next first use, which overlaps with the forward pass.
-
-[Note: what belongs to the model]
-The model holds its engine, and what holds modules: the builder. The engine knows these weakly, as graphs hold the
-engine, and modules may hold graphs (a loss of its own that a layer keeps, a weight that a hook computes): through the
-graph Python sees no circle, and a model that nobody has any more would stay, with its shards and what it has gathered.
 """
 
 from __future__ import annotations
 
 import weakref
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,25 +26,23 @@ from shardproof.zero.precision import MixedPrecision, cast_floats
 from shardproof.zero.ranks.consensus import UPDATE
 from shardproof.zero.ranks.invariants import Invariants
 from shardproof.zero.ranks.written import Written
+from shardproof.zero.schedule.belonging import BelongsToModel
 from shardproof.zero.schedule.copies import Copies
 from shardproof.zero.schedule.edits import Edits, keep_edits
 from shardproof.zero.schedule.gradients import Gradients
 from shardproof.zero.schedule.home import Home
-from shardproof.zero.schedule.room import GATHERED_UNITS, MakesRoom
+from shardproof.zero.schedule.room import GATHERED_UNITS
 from shardproof.zero.units.flat import Flat
 from shardproof.zero.units.unit import Unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardproof.zero.build import Builder
 
-
-class Engine(MakesRoom):
+class Engine(BelongsToModel):
     """Owns the units of one sharded model and decides when they are gathered, released and reduced.
 
     Attributes:
-        model: what is sharded, for as long as somebody has it; see [Note: what belongs to the model].
         sharded: whether ranks hold parts (stage 1 to 3 on several ranks) or everything.
         successor: which use followed which, learned from the last pass; a prediction, never a promise.
         deterministic: whether gradients are added in one order for any number of ranks; see gradients.py.
@@ -57,14 +50,12 @@ class Engine(MakesRoom):
         changes: how many values of parameters this rank has changed, by steps and by edits.
         storages: which flat the gathered buffer at an address belongs to.
         unfinished: while an optimizer steps, what ends that step if it did not end by itself.
-        builder: cuts what was attached to the model since. It belongs to the model, and needs an engine: who makes an
-            engine makes both.
     """
 
     def __init__(
         self, model: nn.Module, stage: int, comm: Collectives, precision: MixedPrecision | None, home: Home | None
     ) -> None:
-        self._model, self._builder = weakref.ref(model), cast("weakref.ref[Builder]", lambda: None)
+        super().__init__(model)
         self.stage, self.comm, self.precision, self.home = stage, comm, precision, home
         self.pool, self.deterministic, self.divisor = comm.pool, False, float(comm.size)
         self.sharded = stage > 0 and comm.shards > 1
@@ -85,19 +76,6 @@ class Engine(MakesRoom):
         self.written = Written(self)
         self.gradients = Gradients(self)
         self.invariants = Invariants(self)
-
-    @property
-    def model(self) -> nn.Module:
-        return cast("nn.Module", self._model())
-
-    @property
-    def builder(self) -> Builder:
-        return cast("Builder", self._builder())
-
-    @builder.setter
-    def builder(self, builder: Builder) -> None:
-        self.model.__dict__["_shardproof_builder"] = builder
-        self._builder = weakref.ref(builder)
 
     def master_dtype(self, dtype: torch.dtype, trainable: bool) -> torch.dtype:
         """Under mixed precision what is trained has a float32 master; the rest stays as it was loaded."""

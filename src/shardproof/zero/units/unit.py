@@ -44,7 +44,7 @@ class Slot:
     """A place in the module tree that holds a parameter. A tied parameter has several.
 
     Attributes:
-        module: gives the module, or None when it is gone; see [Note: what belongs to the model] in schedule/engine.py.
+        module: gives the module, or None when it is gone; see [Note: what belongs to the model] in belonging.py.
     """
 
     def __init__(self, module: nn.Module, name: str, flat: Flat, index: int) -> None:

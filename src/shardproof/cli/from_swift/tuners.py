@@ -1,0 +1,39 @@
+"""What Swift's kinds of tuners other than LoRA are here."""
+
+from __future__ import annotations
+
+from shardproof.train.options.tuners import OTHER_NAMES
+
+OF_TUNER = {  # its defaults, by kind, where PEFT's is another
+    "adalora": {"lora_alpha": "32", "lora_dropout": "0.05"},
+    "fourierft": {"n_frequency": "2000", "scaling": "300"},
+    "miss": {"r": "8"},
+}
+# Which of LoRA's options Swift hands to them, and as what.
+OF_LORA = {
+    "adalora": {"lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"},
+    "miss": {"lora_rank": "r"},
+}
+
+
+def with_new_blocks(values: dict[str, list[str]]) -> None:
+    """LLaMA-Pro trains blocks that are added to a model, and is no tuner here."""
+    if values.get("tuner", [""])[0].lower() == "llamapro":
+        values["tuner"] = ["full"]
+        values.setdefault("new_blocks", ["4"])
+
+
+def of_other_tuners(values: dict[str, list[str]]) -> None:
+    """What Swift's other adapters take of LoRA's options, and its defaults of them, under PEFT's names."""
+    kind = values["tuner"][0].lower()
+    if kind in ("full", "lora") or "adapters" in values:
+        return
+    kind = OTHER_NAMES.get(kind, kind)
+    given = {pair.partition("=")[0]: pair for pair in values.get("tuner_arguments", [])}
+    for theirs, name in OF_LORA.get(kind, {}).items():
+        if theirs in values:
+            given.setdefault(name, f"{name}={values.pop(theirs)[0]}")
+    for name, value in OF_TUNER.get(kind, {}).items():
+        given.setdefault(name, f"{name}={value}")
+    if given:
+        values["tuner_arguments"] = [*given.values()]
