@@ -81,7 +81,7 @@ def test_it_answers_with_the_weights_of_each_step(tmp_path: Path, options: list[
 
 
 def test_it_answers_rows_as_the_model_itself_does(tmp_path: Path) -> None:
-    """Also where answers are cut at a word, and differently each time where they are drawn."""
+    """Also where answers are cut at a word, and differently each time where they are drawn; and of packed weights."""
     words = ["red", "green", "blue", "seven", "eight", "nine", "north", "south"]
     rows = [
         {"query": f"say {word} {i}", "response": f"{word} and {word} once more"} for i in range(20) for word in words
@@ -89,12 +89,11 @@ def test_it_answers_rows_as_the_model_itself_does(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = ["-m", "shardproof", "sft", "--model", "tiny", "--dataset", str(tmp_path / "rows.jsonl")]
     python(*made, "--max-steps", "100", "--learning-rate", "3e-3", "--output-dir", str(tmp_path / "run"))
-    asked = ["-m", "shardproof", "infer", str(tmp_path / "run"), "--dataset", f"{tmp_path / 'rows.jsonl'}#24"]
-    asked += ["--max-new-tokens", "8"]
+    asked = ["--dataset", f"{tmp_path / 'rows.jsonl'}#24", "--max-new-tokens", "8"]
 
-    def answers(name: str, *more: str) -> list[str]:
+    def answers(name: str, *more: str, of: str = "run") -> list[str]:
         file = tmp_path / f"{name}.jsonl"
-        python(*asked, "--result-path", str(file), *more)
+        python("-m", "shardproof", "infer", str(tmp_path / of), *asked, "--result-path", str(file), *more)
         return [json.loads(line)["response"] for line in file.read_text().splitlines()]
 
     own = answers("own", "--batch-size", "8")
@@ -107,3 +106,6 @@ def test_it_answers_rows_as_the_model_itself_does(tmp_path: Path) -> None:
     drawn = ["--backend", "vllm", "--temperature", "1.5", "--seed", "3"]
     once, again = (answers(name, *drawn) for name in ("once", "again"))
     assert once == again != own
+    python("-m", "shardproof", "export", str(tmp_path / "run"), str(tmp_path / "packed"), "--quantize", "fp8")
+    of_packed = answers("packed_own", "--batch-size", "8", of="packed")
+    assert answers("packed_vllm", "--backend", "vllm", of="packed") == of_packed
