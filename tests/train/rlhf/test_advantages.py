@@ -97,7 +97,6 @@ def test_the_numbers_are_those_of_one_process(rlhf: Any, what: str) -> None:
     ("options", "text"),
     [
         ({"kl_in_reward": True}, "--kl-in-reward means nothing without --beta above 0"),
-        ({"advantage_estimator": "rloo", "beta": 0.1, "dynamic_sample": True}, "give --kl-in-reward no"),
         (
             {"advantage_estimator": "rloo", "trl_arguments": {"multi_objective_aggregation": "normalize_then_sum"}},
             "normalize_then_sum and --advantage-estimator",

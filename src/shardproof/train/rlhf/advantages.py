@@ -13,6 +13,8 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head, nanstd
 
+from shardproof.zero.device import widest_float
+
 
 @dataclass
 class GrpoConfig(GRPOConfig):
@@ -54,8 +56,7 @@ class ByDistance(GRPOTrainer):
 
     def _weighted(self) -> torch.Tensor:
         """What each answer of all ranks is worth (N,); NaN where nobody says."""
-        rewards = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(dim=1)
-        return rewards.masked_fill(self._rewards.isnan().all(dim=1), torch.nan)
+        return weighted(self._rewards, self.reward_weights)
 
     def _mine(self, of_all: torch.Tensor, rows: int) -> torch.Tensor:
         """Of a tensor of the answers of all ranks those of this one, which has so many."""
@@ -152,6 +153,13 @@ def advantages_of(rewards: torch.Tensor, answers: int, estimator: str, scale: st
         scaled = found if estimator == "reinforce_plus_plus" else grouped
         found = found / ((nanstd(scaled) if scale == "batch" else nanstd(scaled, dim=1, keepdim=True)) + 1e-4)
     return found.view(-1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def weighted(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """What answers are worth (N,), of what each judge says (N, judges); NaN where none does. In the widest type: of
+    equal numbers the mean is then that number but for what does not count; in fp32 the mean of eight times 0.8 is not."""
+    wide = rewards.to(widest_float(rewards.device))
+    return (wide * weights.to(wide)).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
 
 
 def joined(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

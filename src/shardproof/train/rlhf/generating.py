@@ -19,13 +19,15 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from shardproof.errors import CheckpointError
 from shardproof.interrupts import left_to_rank
+from shardproof.train.rlhf.advantages import weighted
 from shardproof.train.rlhf.judging import Reads
 from shardproof.train.rlhf.mixin import OfTokens, RlhfMixin, listen, plain_of
 from shardproof.train.rlhf.pictures import NUMBER, are_pictured, in_parts
 from shardproof.train.rlhf.prompted import Prompted
-from shardproof.train.rlhf.resampling import with_others
+from shardproof.train.rlhf.resampling import WORTH, with_others
 from shardproof.train.rlhf.shared_answers import as_dealt_out, of_group
 from shardproof.train.trainer import CommandMixin
+from shardproof.zero.device import widest_float
 
 log = logging.getLogger("shardproof")
 IMAGES, STEP = "images", "step"  # what TRL keeps of answers, and beside it in which step they were written
@@ -116,9 +118,10 @@ class Generating(OfTokens):
             for reads in self.reward_processing_classes:
                 if isinstance(reads, Reads):
                     reads.files, reads.where = self._prompted.files, self._prompted.where
-        found = super()._calculate_rewards(inputs, *args)
+        found: torch.Tensor = super()._calculate_rewards(inputs, *args)
         self._warn_of_unjudged(found)
-        return found
+        self._worth = found  # of all ranks
+        return found.to(widest_float(found.device))  # see `weighted`
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, batch_size: Any = None, **more: Any
@@ -257,9 +260,18 @@ class Generating(OfTokens):
         else:
             output = super()._generate_and_score_completions(self._prompted.begin(inputs))
             output |= {NUMBER: torch.tensor(self._prompted.now)}
+        output["advantages"] = output["advantages"].float()
+        if self.resamples and self.model.training:
+            output[WORTH] = self._worth_of(len(inputs))
         step = self.state.global_step + self.model.training  # the one that begins
         self._logs[STEP].extend([step] * (len(self._logs["completion"]) - len(self._logs[STEP])))
         return output
+
+    def _worth_of(self, answers: int) -> torch.Tensor:
+        """What this rank's answers are worth, by all judges together, or by each where TRL compares them by each."""
+        by_each = getattr(self.args, "multi_objective_aggregation", "") == "normalize_then_sum"
+        worth = self._worth if by_each else weighted(self._worth, self.reward_weights)[:, None]
+        return worth[self.accelerator.process_index * answers :][:answers]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         self._warn_of_cut()

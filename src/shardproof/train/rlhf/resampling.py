@@ -3,7 +3,8 @@
 Advantages compare the answers to one question. Where all are worth the same, nothing is learnt of them, and a step of
 many such questions is a step of few. So more questions are asked, a batch of all ranks at a time, and those whose
 answers differ take such places, from the first on. All ranks see the answers of all, so that which are taken does not
-depend on how many ranks there are.
+depend on how many ranks there are. It goes by rewards: the distance to a reference, which may be a part of advantages,
+is never the same.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 
 Row = dict[str, torch.Tensor]
 LEFT = ("prompt_ids", "prompt_mask")  # padded on the left; all else of a token on the right
+WORTH = "worth"  # what an answer is worth (judges,) to each that is compared by itself, NaN where it does not say
+ROUNDING = 1e-6  # of weights and sums, as a share of a reward
 
 
 def with_others(
@@ -30,7 +33,8 @@ def with_others(
     there are any. Collective.
 
     Args:
-        made: of this rank: a row of each tensor for each answer.
+        made: of this rank: a row of each tensor for each answer, and what it is `WORTH`, which is left out of what is
+            returned.
         generations: answers to a question, one behind the other over all ranks.
         more: further batches of questions of this rank.
         write: has answers written and scored. Collective.
@@ -39,10 +43,10 @@ def with_others(
         pad: the token behind an answer, and in front of a question.
     """
     size = len(made["advantages"])
-    worth = gather([{"advantages": one} for one in made["advantages"].cpu()])
+    worth = gather([{WORTH: one} for one in made[WORTH].cpu()])
     idle = [i for i in range(len(worth) // generations) if not _teaches(worth[i * generations : (i + 1) * generations])]
     if not idle:
-        return made
+        return _without_worth(made)
     groups = _groups(made, generations, gather)
     while idle and (questions := next(more, None)):
         for group in _groups(write(questions), generations, gather):
@@ -53,7 +57,7 @@ def with_others(
     learnt = sum((row["completion_mask"] * row.get("tool_mask", 1)).sum() for row in rows)
     if "num_items_in_batch" in made:
         batch["num_items_in_batch"] = torch.as_tensor(learnt, device=made["advantages"].device)
-    return batch
+    return _without_worth(batch)
 
 
 def rows_of(made: dict[str, Any]) -> list[Row]:
@@ -76,7 +80,15 @@ def _groups(made: dict[str, Any], generations: int, gather: Callable[[list[Row]]
 
 
 def _teaches(group: list[Row]) -> bool:
-    return any(bool(row["advantages"] != 0) for row in group)
+    for worth in torch.stack([row[WORTH] for row in group], dim=1):
+        said = worth[~worth.isnan()]
+        if len(said) > 1 and said.max() - said.min() > ROUNDING * said.abs().max():
+            return True
+    return False
+
+
+def _without_worth(made: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in made.items() if name != WORTH}
 
 
 def _together(values: list[torch.Tensor], name: str, pad: int) -> torch.Tensor:

@@ -225,11 +225,6 @@ def _check_advantages(config: RlhfConfig) -> None:
                 f"{idle[0]} and --teacher-model: it goes by the advantage of a whole answer, and a teacher gives each"
                 " token its own. Leave one of them out."
             )
-    if in_reward and config.dynamic_sample:
-        raise ConfigError(
-            "--dynamic-sample asks others in the place of questions whose answers are worth the same, and where the"
-            " distance to the reference is a part of rewards none are. Leave it out, or give --kl-in-reward no."
-        )
 
 
 def _said(config: RlhfConfig, name: str) -> str:
