@@ -128,7 +128,8 @@ def test_so_it_is_where_the_mean_of_equal_rewards_is_rounded(
     ((record, *_),) = pools.run(1, series_of, prepared_for(given, 1, [{}], tmp_path / "run"), timeout=300.0)[0]
     lines = (tmp_path / "run/0/completions.jsonl").read_text().splitlines()
     idle = [row["advantage"] for row in map(json.loads, lines) if sum(row["rewards"].values()) == 0.5]
-    assert idle and all(abs(advantage) < 1e-9 for advantage in idle)
+    assert idle
+    assert all(abs(advantage) < 1e-9 for advantage in idle)
     assert len(lines) > 16, "others were asked in place of some"
     assert record["frac_reward_zero_std"] > 0
 

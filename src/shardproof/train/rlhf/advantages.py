@@ -156,8 +156,8 @@ def advantages_of(rewards: torch.Tensor, answers: int, estimator: str, scale: st
 
 
 def weighted(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What answers are worth (N,), of what each judge says (N, judges); NaN where none does. In the widest type: of
-    equal numbers the mean is then that number but for what does not count; in fp32 the mean of eight times 0.8 is not."""
+    """What answers are worth (N,), of what each judge says (N, judges); NaN where none does. In the widest type, as the
+    mean of eight times 0.8 is another number in fp32, and differences are divided by a deviation that is as small."""
     wide = rewards.to(widest_float(rewards.device))
     return (wide * weights.to(wide)).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
 

@@ -121,7 +121,7 @@ class Generating(OfTokens):
         found: torch.Tensor = super()._calculate_rewards(inputs, *args)
         self._warn_of_unjudged(found)
         self._worth = found  # of all ranks
-        return found.to(widest_float(found.device))  # see `weighted`
+        return found.to(widest_float(found.device))  # as in `weighted`
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, batch_size: Any = None, **more: Any
