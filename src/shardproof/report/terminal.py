@@ -9,8 +9,9 @@ from typing import Any
 SAMPLES = 8  # answers shown in a run
 EACH_RANK = 4  # of more ranks than this, least and most are shown
 # Beside the loss.
-TOLD = {"reward": "reward", "rewards/margins": "margin", "accuracy": "accuracy", "macro_f1": "F1"}
-TOLD |= {"mae": "mean error", "pearson": "correlation", "exact_match": "exact match", "rouge_l": "ROUGE-L"}
+TOLD = {"reward": "reward", "teacher_kl": "teacher KL", "rewards/margins": "margin", "accuracy": "accuracy"}
+TOLD |= {"macro_f1": "F1", "mae": "mean error", "pearson": "correlation"}
+TOLD |= {"exact_match": "exact match", "rouge_l": "ROUGE-L"}
 
 
 class Share:
@@ -238,7 +239,9 @@ def sample(record: dict[str, Any]) -> str:
     lines = {"asked": _shortened(asked), "answered": _shortened(answered)}
     if "labels" in record:  # of a row that says what is right
         lines["right"] = _shortened(record["labels"])
-    return "\n".join(f"  {name:<8}  {text}" for name, text in {**lines, "worth": rewards}.items())
+    if rewards:
+        lines["worth"] = rewards
+    return "\n".join(f"  {name:<8}  {text}" for name, text in lines.items())
 
 
 def _turn(turn: dict[str, Any]) -> str:

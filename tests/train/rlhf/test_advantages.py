@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shardproof.errors import ConfigError
+from shardproof.report.terminal import describe, sample
 from shardproof.train.options.rlhf_config import RlhfConfig
 from shardproof.train.rlhf.algorithms import check_algorithm
 from shardproof.train.rlhf.variants import check_variant
@@ -136,6 +137,17 @@ def test_what_a_teacher_says_is_the_same_on_any_number_of_ranks(rlhf: Any, what:
     assert one[0]["teacher_kl"] > 1e-3
 
 
+def test_no_reward_is_told_of_where_only_a_teacher_judges(rlhf: Any) -> None:
+    """Nobody gave one: what is told is how far the teacher is."""
+    alone = {**ALONE, "num_generations": 1, "per_device_batch_size": 2, "max_steps": 1, "stage": 0}
+    ((record, *_),) = rlhf(1, [alone], *BY_OTHER)
+    assert not [name for name in record if "reward" in name]
+    assert f"teacher KL {record['teacher_kl']:.4f}" in describe(record)
+    ((answer, *_),) = rlhf(1, [alone], *BY_OTHER, find=told)
+    assert answer["rewards"] == {}
+    assert "worth" not in sample(answer)
+
+
 @pytest.mark.slow
 def test_a_teacher_is_come_nearer_to(rlhf: Any) -> None:
     """And one that is the model itself has nothing to say at first."""
@@ -171,6 +183,7 @@ def test_what_a_student_that_does_not_write_or_always_does_leaves_idle(options: 
             {"rlhf_type": "rloo", "reward_funcs": ["length"]},
             "--teacher-model means nothing to --rlhf-type rloo; it is for gkd, grpo",
         ),
+        ({"best_metric": "eval_reward"}, "--best-metric eval_reward: an evaluation of grpo has the loss, kl"),
         ({"per_device_batch_size": 1, "num_generations": 1}, "One answer is generated at once"),
         ({"teacher_model": None}, "needs --reward-funcs or --reward-model or --environments or --teacher-model"),
     ],

@@ -13,6 +13,8 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head, nanstd
 
+from shardproof.train.rlhf.rewards import unrewarded
+from shardproof.train.rlhf.variants import OF_REWARDS
 from shardproof.zero.device import widest_float
 
 
@@ -104,6 +106,8 @@ class GrpoTrainer(ByDistance):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if self.reward_func_names == [unrewarded.__name__]:
+            self._forget_rewards()
         mask = (output["completion_mask"] * output.get("tool_mask", 1)).float()
         if self.args.advantage_estimator != "grpo" or self.kl_in_reward:
             output["advantages"] = self._compared(output, mask)
@@ -112,6 +116,13 @@ class GrpoTrainer(ByDistance):
                 output, mask
             )
         return output
+
+    def _forget_rewards(self) -> None:
+        """TRL's figures of rewards that nobody gave."""
+        figures = self._metrics["train" if self.model.training else "eval"]
+        for name in [name for name in figures if name.startswith(OF_REWARDS)]:
+            del figures[name]
+        self._logs["rewards"].clear()
 
     def _taught(self, batch: dict[str, Any], mask: torch.Tensor) -> torch.Tensor:
         """How much more probable the tokens that `mask` has are to the teacher (B, T)."""

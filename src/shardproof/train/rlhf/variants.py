@@ -36,6 +36,7 @@ OF_LOSSES: dict[str, dict[str, tuple[str, ...]]] = {
 
 _OF_PAIRS = tuple(f"{what}/{which}" for what in ("rewards", "logps", "logits") for which in ("chosen", "rejected"))
 _COMPARED = (*_OF_PAIRS, "rewards/margins", "rewards/accuracies")
+OF_REWARDS = ("reward", "frac_reward_zero_std")  # begins of names
 _OF_ANSWERS = (
     *("reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "aux_loss"),
     *(f"completions/{most}_{length}" for length in ("length", "terminated_length") for most in ("mean", "min", "max")),
@@ -168,7 +169,9 @@ def _check_best(config: RlhfConfig) -> None:
     of reward models nobody knows yet what TRL calls them."""
     kind, name = config.rlhf_type, config.best_metric.removeprefix("eval_")
     known = ["loss", *FIGURES[kind]]
-    if kind in REWARDED:
+    if config.by_teacher_alone:
+        known = [figure for figure in known if not figure.startswith(OF_REWARDS)]
+    elif kind in REWARDED:
         if config.external_plugins or any(":" in name for name in [*config.reward_funcs, *config.environments]):
             return
         if config.reward_model and name.startswith("rewards/"):
