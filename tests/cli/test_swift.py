@@ -389,11 +389,22 @@ def test_advantages_have_the_names_that_they_have_there():
         ("--gym_env sudoku", "--environments FILE.py:CLASS lets answers of grpo act in a world"),
         ("--reward_model_plugin genrm", "what judges in words is a function of your own, --reward-funcs FILE.py"),
         ("--stop_words Observation:", "answers end with the model's own end, and at a call of --tools"),
+        ("--teacher_model_server http://localhost:8000", "--teacher-model is loaded by the processes that train"),
+        ("--gkd_logits_topk 64", "the teacher's whole distribution is compared, in memory for its logits"),
+        ("--chord_mu_peak 0.9", "--chord-mu-peak 0.9: an option of ms-swift without equivalent here"),
+        ("--fipo_decay_rate 32", "--fipo-decay-rate 32: an option of ms-swift without equivalent here"),
     ],
 )
 def test_what_is_done_in_another_way_is_told(said, told):
     *_, (reason,) = swift.translate(f"swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs format {said}")
     assert told in reason
+
+
+def test_losses_of_dpo_are_its_own_where_rpo_adds_nothing():
+    said = "swift rlhf --rlhf_type dpo --model m --dataset d --loss_type sigmoid bco_pair sft --loss_weights 0.8 0.2 1"
+    command, _, missing = swift.translate(f"{said} --rpo_alpha 0.0")
+    assert missing == []
+    assert "--loss-type sigmoid bco_pair sft" in command.replace(" \\\n   ", "")
 
 
 def test_a_student_whose_answers_a_vllm_writes_is_brought_over():

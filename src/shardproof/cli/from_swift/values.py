@@ -208,7 +208,7 @@ def _columns(values: list[str]) -> Ours:
 
 def _rpo(values: list[str]) -> Ours:
     """DPO plus so much of learning the better answer: two losses of TRL's."""
-    if not values or values[0].lower() == "none":
+    if not values or values[0].lower() in ("none", "0", "0.0"):
         return []
     return [("loss_type", ["sigmoid", "sft"]), ("loss_weights", ["1", *values])]
 
