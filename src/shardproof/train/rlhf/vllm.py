@@ -47,7 +47,7 @@ def check_vllm(config: RlhfConfig, world_size: int) -> None:
     if world_size % size:
         raise ConfigError(f"--vllm-tensor-parallel-size {size} does not divide {world_size} process(es).")
     if importlib.util.find_spec("vllm") is None:
-        does = "generates" if config.vllm_mode == "colocate" else "TRL's client sends weights to the server"
+        does = "each rank generates" if config.vllm_mode == "colocate" else "TRL's client sends weights to the server"
         raise ConfigError(
             f"--use-vllm: the package vllm is not installed here, with which {does}: "
             "pip install vllm.\nWithout --use-vllm the model itself generates, sharded."
