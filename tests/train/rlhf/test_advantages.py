@@ -183,6 +183,9 @@ def test_what_a_student_that_does_not_write_or_always_does_leaves_idle(options: 
             {"rlhf_type": "rloo", "reward_funcs": ["length"]},
             "--teacher-model means nothing to --rlhf-type rloo; it is for gkd, grpo",
         ),
+        ({"advantage_estimator": "rloo"}, "--advantage-estimator means nothing without rewards: a teacher"),
+        ({"scale_rewards": "batch"}, "--scale-rewards means nothing without rewards"),
+        ({"beta": 0.1, "kl_in_reward": True, "num_generations": 1}, "so that --beta would decide nothing"),
         ({"best_metric": "eval_reward"}, "--best-metric eval_reward: an evaluation of grpo has the loss, kl"),
         ({"per_device_batch_size": 1, "num_generations": 1}, "One answer is generated at once"),
         ({"teacher_model": None}, "needs --reward-funcs or --reward-model or --environments or --teacher-model"),
@@ -193,3 +196,9 @@ def test_what_no_teacher_is_for_is_refused(options: dict[str, Any], text: str) -
     config = RlhfConfig(**{**given, **({"reward_funcs": ["length"]} if "teacher_kl_coef" in options else {})})
     with pytest.raises(ConfigError, match=text):
         check_algorithm(config, config.batch(1))
+
+
+def test_a_distance_in_the_reward_is_compared_with_others_where_a_teacher_judges() -> None:
+    more: dict[str, Any] = {"beta": 0.1, "advantage_estimator": "rloo", "scale_rewards": "batch", "num_generations": 2}
+    config = RlhfConfig(rlhf_type="grpo", teacher_model="t", **more)
+    check_algorithm(config, config.batch(1))

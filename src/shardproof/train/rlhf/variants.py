@@ -217,6 +217,7 @@ def _check_advantages(config: RlhfConfig) -> None:
             f"--trl-arguments multi_objective_aggregation=normalize_then_sum and {said}: it scales the rewards of each"
             " function by themselves, and compares their sum with that of all. Leave one of them out."
         )
+    _check_compared(config, in_reward)
     if config.teacher_model:
         of_answers = {
             "--loss-type vespo": config.loss_type == ["vespo"],
@@ -228,6 +229,22 @@ def _check_advantages(config: RlhfConfig) -> None:
                 f"{idle[0]} and --teacher-model: it goes by the advantage of a whole answer, and a teacher gives each"
                 " token its own. Leave one of them out."
             )
+
+
+def _check_compared(config: RlhfConfig, in_reward: bool) -> None:
+    """Raise ConfigError for what compares answers where there is nothing to compare: all are worth 0, but for what the
+    distance to the reference takes off, or one answer stands alone."""
+    if not config.by_teacher_alone:
+        return
+    if in_reward and config.generations == 1:
+        raise ConfigError(
+            "--num-generations 1 and a distance to the reference in the reward: it is compared with that of other"
+            " answers to a prompt, of which there are none, so that --beta would decide nothing. Give --kl-in-reward no"
+            " (then it is in the loss), or take 2 answers or more."
+        )
+    for name in ("advantage_estimator", "scale_rewards"):
+        if not in_reward and (said := _said(config, name)):
+            raise ConfigError(f"{said} means nothing without rewards: a teacher alone judges. Leave it out.")
 
 
 def _said(config: RlhfConfig, name: str) -> str:
