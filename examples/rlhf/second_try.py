@@ -12,8 +12,8 @@ from typing import Any
 class SecondTry:
     """One question. Another row, or another answer to the same one, begins with `reset`."""
 
-    def reset(self, solution: str, **columns: Any) -> str:
-        self.solution = solution
+    def reset(self, solution: str | int, **columns: Any) -> str:
+        self.solution = str(solution).strip()
         self.tries: list[str] = []
         return "\nHand your answer in with submit; you have two tries."
 
@@ -26,7 +26,7 @@ class SecondTry:
         Returns:
             Whether it is right.
         """
-        self.tries.append(answer.strip())
+        self.tries.append(str(answer).strip())  # models hand in numbers, too, whatever they are told
         if self.right:
             return "Right."
         return "That is wrong. Look for the mistake, and try again." if len(self.tries) < 2 else "That is wrong, too."
