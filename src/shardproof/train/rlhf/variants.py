@@ -36,6 +36,7 @@ OF_LOSSES: dict[str, dict[str, tuple[str, ...]]] = {
 
 _OF_PAIRS = tuple(f"{what}/{which}" for what in ("rewards", "logps", "logits") for which in ("chosen", "rejected"))
 _COMPARED = (*_OF_PAIRS, "rewards/margins", "rewards/accuracies")
+DISTANCES = ("kl", "teacher_kl")
 OF_REWARDS = ("reward", "frac_reward_zero_std")  # begins of names
 _OF_ANSWERS = (
     *("reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "aux_loss"),
@@ -168,7 +169,12 @@ def _check_best(config: RlhfConfig) -> None:
     """Raise ConfigError for a name that no figure of an evaluation has. Reward functions of one's own may log more, and
     of reward models nobody knows yet what TRL calls them."""
     kind, name = config.rlhf_type, config.best_metric.removeprefix("eval_")
-    known = ["loss", *FIGURES[kind]]
+    known = ["loss", *(figure for figure in FIGURES[kind] if figure not in DISTANCES)]
+    if name in {*DISTANCES} & {*FIGURES[kind]}:
+        raise ConfigError(
+            f"--best-metric {config.best_metric}: of what is no loss more is better, and the best would be the"
+            " farthest. Take loss, which is that distance where a teacher alone judges, or what answers are worth."
+        )
     if config.by_teacher_alone:
         known = [figure for figure in known if not figure.startswith(OF_REWARDS)]
     elif kind in REWARDED:
