@@ -83,10 +83,10 @@ class RlhfConfig(RunConfig):
         "with --adapters: adapters of the reference; 'same': these, before training; 'none': the model without any",
     )
     teacher_model: Named | None = option(
-        "Other models", None, "teacher: in gkd of distributions, in grpo of the tokens of answers"
+        "Other models", None, "teacher: gkd learns its distributions, grpo what it says of each token"
     )
     teacher_kl_coef: Finite = option(
-        "Other models", 1.0, "weight of how much more probable a token is to the teacher, as its advantage (grpo)", gt=0
+        "Other models", 1.0, "weight in a token's advantage of how much more probable it is to the teacher (grpo)", gt=0
     )
     reward_model: list[Named] = option(
         "Other models", [], "reward models that score answers; 'rlhf --rlhf-type rm' trains one"
@@ -130,8 +130,8 @@ class RlhfConfig(RunConfig):
     advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus"] = option(
         "Rewards",
         "grpo",
-        "compare an answer with all to its prompt, or with the others (rloo); reinforce_plus_plus scales by what that"
-        " gives (grpo)",
+        "compare an answer with the mean of all answers to its prompt, or of the others (rloo); reinforce_plus_plus is"
+        " scaled by the deviation of these differences, not of rewards (grpo)",
     )
     scale_rewards: Literal["auto", "group", "batch", "none"] = option(
         "Rewards",
@@ -142,7 +142,7 @@ class RlhfConfig(RunConfig):
     kl_in_reward: bool | None = option(
         "Rewards",
         None,
-        "take the distance to the reference off the reward of an answer, and not into the loss (grpo; default: no, with"
+        "take the distance to the reference off rewards, in place of adding it to the loss (grpo; default: no, with"
         " another --advantage-estimator than grpo yes)",
     )
 
@@ -208,7 +208,7 @@ class RlhfConfig(RunConfig):
     )
     seq_kd: bool = option("gkd and ppo", False, "for the other batches, let the teacher generate the answers, in gkd")
     sft_alpha: Finite = option(
-        "gkd and ppo", 0.0, "weight of learning answers as in sft besides, but for the student's own, in gkd", ge=0
+        "gkd and ppo", 0.0, "weight of the loss of sft, too, of answers that the student has not written, in gkd", ge=0
     )
     gamma: float = option("gkd and ppo", 1.0, "discount of a reward per token, in ppo", gt=0, le=1)
     gae_lambda: float = option("gkd and ppo", 0.95, "lambda of generalized advantage estimation, in ppo", ge=0, le=1)
