@@ -145,6 +145,7 @@ def test_no_reward_is_told_of_where_only_a_teacher_judges(rlhf: Any) -> None:
     assert f"teacher KL {record['teacher_kl']:.4f}" in describe(record)
     ((answer, *_),) = rlhf(1, [alone], *BY_OTHER, find=told)
     assert answer["rewards"] == {}
+    assert answer["advantage"] != 0, "the mean of those of its tokens"
     assert "worth" not in sample(answer)
 
 

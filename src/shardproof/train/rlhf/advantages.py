@@ -112,9 +112,10 @@ class GrpoTrainer(ByDistance):
         if self.args.advantage_estimator != "grpo" or self.kl_in_reward:
             output["advantages"] = self._compared(output, mask)
         if self.teacher_model is not None:
-            output["advantages"] = output["advantages"][:, None] + self.args.teacher_kl_coef * self._taught(
-                output, mask
-            )
+            of_tokens = self.args.teacher_kl_coef * self._taught(output, mask)
+            output["advantages"] = (output["advantages"][:, None] + of_tokens) * mask
+            mean = output["advantages"].sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+            self._tell(self.accelerator.gather(mean))
         return output
 
     def _forget_rewards(self) -> None:
@@ -137,11 +138,15 @@ class GrpoTrainer(ByDistance):
             rewards = rewards - self.beta * self.accelerator.gather(self._distance(batch, mask).sum(dim=1))
         answers = self.num_generations if self.model.training else self.num_generations_eval
         advantages = advantages_of(rewards, answers, estimator, self.args.scale_rewards)
+        self._tell(advantages)
+        return self._mine(advantages, len(mask))
+
+    def _tell(self, advantages: torch.Tensor) -> None:
+        """Write down these, of all ranks, in the place of TRL's own."""
         told = self._logs["advantages"]
-        for _ in advantages:  # TRL's own
+        for _ in advantages:
             told.pop()
         told.extend(advantages.tolist())
-        return self._mine(advantages, len(mask))
 
 
 def advantages_of(rewards: torch.Tensor, answers: int, estimator: str, scale: str) -> torch.Tensor:
