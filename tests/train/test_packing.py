@@ -17,6 +17,7 @@ from shardproof.train.export import Exported, export
 from shardproof.train.packing.calibrated import fitted
 from shardproof.train.packing.files import pack_folder
 from shardproof.train.packing.kinds import Packing, rounded, scales_of, scheme_of
+from shardproof.train.packing.packer import Packer
 from shardproof.train.packing.places import places_in
 from zero.language_models import tiny
 
@@ -134,6 +135,28 @@ def test_rows_calibrate_every_block(models: dict[str, Path], asked: Path, tmp_pa
             value = fit.get_parameter(name)
             assert not value.equal(by_itself.get_parameter(name)), name
             assert (value - weight).norm() < 0.6 * weight.norm(), name
+
+
+@pytest.mark.parametrize(("task", "texts"), [("embedding", 8), ("reranker", 5)])
+def test_rows_of_a_run_of_pairs_calibrate_its_model(
+    models: dict[str, Path], tmp_path: Path, task: str, texts: int
+) -> None:
+    """Text by text or pair by pair, without padding."""
+    from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+
+    file = tmp_path / "pairs.jsonl"
+    row = {"query": "what comes after 3?", "positive": "4", "negative": "a dog"}
+    file.write_text("\n".join(map(json.dumps, [row, row, {"query": "what comes?", "positive": "nothing at all"}])))
+    kind, how = (AutoModel, {}) if task == "embedding" else (AutoModelForSequenceClassification, {"num_labels": 1})
+    folder, pooling = models["Qwen3"], "mean" if task == "embedding" else None
+    packing = Packing("int4", 32, dataset=(str(file),))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    packer = Packer(kind.from_pretrained(folder, **how), tokenizer, packing, {"task": task}, folder, pooling)
+    assert packer.calibrated == 3
+    assert packer.rows is not None
+    masks = [batch["attention_mask"] for batch in packer.rows.on("cpu")]
+    assert len(masks) == texts
+    assert all(mask.all() for mask in masks)
 
 
 def test_patterns_leave_weights_as_they_are(models: dict[str, Path], tmp_path: Path) -> None:

@@ -141,7 +141,8 @@ def export(
     before = logits(model, ids)
     packer = None
     if packing is not None:
-        packer = Packer(model, processing, packing, _recorded(path), path, how is not None)
+        pooling = how.pooling if how is not None else None
+        packer = Packer(model, processing, packing, _recorded(path), path, pooling)
     expected = logits(model, ids) if packer is not None else before
     sums, kept = _sums(model), model.dtype
     aside = target.with_name(target.name + ".unfinished")

@@ -150,6 +150,13 @@ def media_encoder(config: SftConfig, processing: Any) -> Any:
     return MediaMatchEncoder(processing, media_limits(config, processing), config.system)
 
 
+def media_collator(config: SftConfig, processing: Any) -> Any:
+    """What makes batches of rows, of a model that takes files."""
+    from shardproof.data.media.embed import MediaMatchCollator
+
+    return MediaMatchCollator(media_encoder(config, processing), config.lost_files)
+
+
 def import_libraries(config: SftConfig) -> None:
     """Import what `train` needs, before ranks are forked."""
     import shardproof.train.embedding.trainer  # noqa: F401
@@ -188,7 +195,6 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     Returns: the signal that ended training, or 0.
     """
     from shardproof.data.encoding.embed import collate_matches, prompt_of
-    from shardproof.data.media.embed import MediaMatchCollator
     from shardproof.train.callbacks import tries_padding
     from shardproof.train.embedding.pooling import Embedding
     from shardproof.train.embedding.trainer import EmbeddingTrainer
@@ -197,7 +203,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     add_in_one_order(config)
     model = build(prepared)
     if files := files_taken(prepared.processing):
-        collator: Any = MediaMatchCollator(media_encoder(config, prepared.processing), config.lost_files)
+        collator = media_collator(config, prepared.processing)
     else:
         collator = partial(collate_matches, pad_token_id=prepared.tokenizer.pad_token_id)
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 
 from shardproof.data.encoding.beside import told_of
 from shardproof.data.encoding.encode import IGNORE
+from shardproof.models.scorers import last_places
+from shardproof.train.embedding.pooling import pooled
 from shardproof.zero.device import default_device, free_memory
 
 if TYPE_CHECKING:
@@ -56,8 +58,8 @@ class Measured:
         return told
 
 
-def measure(model: Any, batches: Batches) -> Measured:
-    """Go through the rows once, without gradients."""
+def measure(model: Any, batches: Batches, pooling: str = "last") -> Measured:
+    """Go through the rows once, without gradients. `pooling`: how a model that gives vectors makes them of a text."""
     found: list[torch.Tensor] = []
     of: Literal["tokens", "labels", "vectors"] = "tokens" if batches.learns else "vectors"
     with torch.no_grad(), at_work(model) as device:
@@ -70,10 +72,15 @@ def measure(model: Any, batches: Batches) -> Measured:
                     F.cross_entropy(out.logits[:, :-1][learnt].float(), labels[:, 1:][learnt], reduction="none")
                 )
                 continue
-            of = "labels" if hasattr(out, "logits") else "vectors"
-            value = out.logits if hasattr(out, "logits") else out.last_hidden_state[:, -1]
-            found.append(value.float().reshape(1, -1))
-    return Measured(len(batches), torch.cat(found).cpu(), of)
+            mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+            if not hasattr(out, "logits"):
+                found.append(pooled(out.last_hidden_state, mask, pooling))
+            elif out.logits.dim() == 3:  # of words, of which the one behind a text judges it
+                found.append(out.logits[torch.arange(len(mask), device=mask.device), last_places(mask)].float())
+            else:
+                of = "labels"
+                found.append(out.logits.float().reshape(len(mask), -1))
+    return Measured(batches.drawn, torch.cat(found).cpu(), of)
 
 
 @contextmanager

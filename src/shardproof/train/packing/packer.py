@@ -46,28 +46,37 @@ class Packer:
     Args:
         recorded: the options of the run that it is of, if any.
         folder: what it was loaded from.
-        embeds: whether it is asked for vectors, so that rows have no loss.
+        pooling: how it makes vectors of texts, if it is asked for vectors, so that rows have no loss.
 
     Raises:
         ConfigError, DataError: it cannot be packed so, or the rows cannot be used.
     """
 
     def __init__(
-        self, model: Any, processing: Any, packing: Packing, recorded: dict[str, Any], folder: Path, embeds: bool
+        self,
+        model: Any,
+        processing: Any,
+        packing: Packing,
+        recorded: dict[str, Any],
+        folder: Path,
+        pooling: str | None,
     ) -> None:
         self.packing, self.places, self._rounded = packing, places_in(model, packing), {}
         self._before: Measured | None = None
+        self._pooling = pooling or "last"
         self.calibrated = 0
 
         def rows(files: tuple[str, ...]) -> Any:
-            return batches_of(files, packing, recorded, folder, model, processing, embeds) if files else None
+            return (
+                batches_of(files, packing, recorded, folder, model, processing, pooling is not None) if files else None
+            )
 
         calibrating = rows(packing.dataset)
         self.rows = rows(packing.val_dataset) or calibrating
         if self.rows is not None:
-            self._before = measure(model, self.rows)
+            self._before = measure(model, self.rows, self._pooling)
         if packing.calibrates:
-            self.calibrated = len(calibrating)
+            self.calibrated = calibrating.drawn
             with at_work(model) as device:
                 self._rounded = calibrate(model, self.places, calibrating.on(device), packing)
         take_samples(model, self.places)
@@ -89,7 +98,7 @@ class Packer:
                 f"{folder} does not give back the weights that were packed: {name} is {apart:.2g} of its size away."
                 " It is left there to be looked at."
             )
-        after = measure(model, self.rows) if self.rows is not None else None
+        after = measure(model, self.rows, self._pooling) if self.rows is not None else None
         if moved != moved or (after is not None and not after.found.isfinite().all()):
             raise ConfigError(
                 f"Packed by --quantize {self.packing.kind}, the model computes NaN. {folder} is left there to be looked"

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.train import run
+from shardproof.train.embedding import recipe as embedding
 from shardproof.train.model.loading import tokenizer_of
 from shardproof.train.options.config import Batch, RunConfig, SftConfig
 from shardproof.train.packing.kinds import Packing
+from shardproof.train.reranker import recipe as reranker
+from shardproof.train.reranker.scoring import scoring_of
 from shardproof.train.rows.media import files_taken
 from shardproof.train.seq_cls.labelling import labels_in, labels_of
 from shardproof.train.sft import recipe as sft
@@ -29,20 +32,24 @@ OTHERWISE = (
     "row_cache",
     "packing",
 )
+PAIRS = {"embedding": embedding, "reranker": reranker, "generative_reranker": reranker}  # tasks whose rows have them
+OF_PAIRS = ("task", "plain", "loss", "pooling", "loss_temperature")
 OF_LABELS = ("task", "plain", "num_labels", "label_names", "problem_type")
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Rows, each a batch of its own, as the model takes it.
+    """Rows, each a batch of its own, as the model takes it; each text is one, where a row has several without files.
 
     Attributes:
+        drawn: how many rows they are of.
         learns: whether a batch has the tokens that are learnt of it, as `labels`.
     """
 
     rows: Sequence[Any]
     collate: Callable[[Any], dict[str, Any]]
     learns: bool
+    drawn: int
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -93,10 +100,12 @@ def batches_of(
     if len(rows) > packing.samples:
         rows = rows.take(sorted(random.Random(0).sample(range(len(rows)), packing.samples)))
     encoded = recipe.encode(config, rows, processing)
+    if config.task in PAIRS:
+        return Batches(*_texts(config, encoded, processing), False, len(encoded))
     if config.task != "seq_cls":
         prepared = run.Prepared(config, _ALONE, Path(), str(folder), processing, encoded, None, [])
-        return Batches(encoded, sft.collator(prepared, model), not embeds and _writes(model))
-    return Batches(encoded, _labelled(config, processing), False)
+        return Batches(encoded, sft.collator(prepared, model), not embeds and _writes(model), len(encoded))
+    return Batches(encoded, _labelled(config, processing), False, len(encoded))
 
 
 _ALONE = Batch(micro=1, accumulation=1, world_size=1)
@@ -108,6 +117,8 @@ def _options(recorded: dict[str, Any], folder: Path, takes_files: bool) -> dict[
     taken = {name: value for name, value in recorded.items() if name in about_rows.difference(OTHERWISE)}
     if recorded.get("task") == "seq_cls":
         taken |= {name: recorded[name] for name in OF_LABELS if name in recorded}
+    elif recorded.get("task") in PAIRS:
+        taken |= {name: recorded[name] for name in OF_PAIRS if name in recorded}
     elif (labels := labels_in(folder)) is not None:
         names = list(labels.names) if labels.named else []
         taken |= {
@@ -119,6 +130,24 @@ def _options(recorded: dict[str, Any], folder: Path, takes_files: bool) -> dict[
     elif "rlhf_type" not in recorded:
         taken |= {name: recorded[name] for name in ("plain", "loss") if name in recorded}
     return taken | {"model": str(folder), "truncation": "drop" if takes_files else "right"}
+
+
+def _texts(config: SftConfig, encoded: Any, processing: Any) -> tuple[Sequence[Any], Callable[[Any], dict[str, Any]]]:
+    """The texts, or pairs of them, of rows of pairs, and what makes batches of them."""
+    from shardproof.data.encoding.embed import texts_of
+    from shardproof.data.encoding.rank import padded
+
+    recipe = PAIRS[config.task]
+    if files_taken(processing):
+        return encoded, recipe.media_collator(config, processing)
+    tokenizer = tokenizer_of(processing)
+    typed = recipe is reranker and scoring_of(config, processing).encoder(tokenizer, config.system).typed
+    each = [one for row in encoded for one in zip(texts_of(row), row.get("seconds", row["lengths"]), strict=True)]
+
+    def collate(texts: Sequence[tuple[Any, int]]) -> dict[str, Any]:
+        return padded([ids for ids, _ in texts], [place for _, place in texts], tokenizer.pad_token_id, typed)
+
+    return each, collate
 
 
 def _labelled(config: SftConfig, processing: Any) -> Callable[[Any], dict[str, Any]]:

@@ -114,6 +114,13 @@ def media_encoder(config: SftConfig, processing: Any) -> Any:
     return scoring_of(config, processing).media_encoder(processing, media_limits(config, processing), config.system)
 
 
+def media_collator(config: SftConfig, processing: Any) -> Any:
+    """What makes batches of rows, of a model that takes files."""
+    from shardproof.data.media.judged import MediaPairCollator
+
+    return MediaPairCollator(media_encoder(config, processing), config.on_lost)
+
+
 def import_libraries(config: SftConfig) -> None:
     """Import what `train` needs, before ranks are forked."""
     import shardproof.train.reranker.trainer  # noqa: F401
@@ -128,7 +135,6 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     """
     from shardproof.data.encoding.embed import at_length
     from shardproof.data.encoding.rank import collate_pairs
-    from shardproof.data.media.judged import MediaPairCollator
     from shardproof.train.callbacks import tries_padding
     from shardproof.train.reranker.scoring import scoring_of
     from shardproof.train.reranker.trainer import RerankerTrainer
@@ -140,7 +146,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     model = scoring.build(config, prepared.model, tokenizer)
     if files_taken(prepared.processing):
         check_reached(model, map(at_length, prepared.rows.rows))
-        collator: Any = MediaPairCollator(media_encoder(config, prepared.processing), config.on_lost)
+        collator = media_collator(config, prepared.processing)
     else:
         typed = scoring.encoder(tokenizer, config.system).typed
         collator = partial(collate_pairs, pad_token_id=tokenizer.pad_token_id, typed=typed)
