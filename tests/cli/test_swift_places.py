@@ -58,6 +58,11 @@ KNOWN = {"infer": InferConfig.model_fields, "export": ExportConfig.model_fields}
         ),
         (
             "export",
+            "--model m --quant-bits 8 --quant-method gptq --group-size 128 --dataset a",
+            "m m-int8 --dataset a --quantize int8",
+        ),
+        (
+            "export",
             "--model m --quant-bits 4 --quant-method bnb --bnb-4bit-quant-type nf4 --bnb-4bit-use-double-quant true",
             "m m-nf4 --quantize nf4",
         ),

@@ -226,6 +226,18 @@ def test_another_folder_than_was_packed_is_refused(models: dict[str, Path], tmp_
     assert not (tmp_path / "out").exists()
 
 
+def test_a_disk_that_is_full_is_told(models: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
+    from safetensors import SafetensorError
+
+    def full(*_: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("shardproof.train.packing.files._rewritten", full)
+    with pytest.raises(ConfigError, match=r"out.unfinished cannot be written: I/O error: No space left"):
+        done(models["Qwen3"], tmp_path / "out", "fp8")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_package_that_packs_is_named(monkeypatch: Any, models: dict[str, Path], tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(

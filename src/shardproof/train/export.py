@@ -8,7 +8,7 @@ import io
 import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -112,7 +112,6 @@ def export(
         DataError: rows to calibrate with cannot be used.
     """
     import torch
-    from safetensors import SafetensorError
 
     target = Path(output).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -147,7 +146,7 @@ def export(
     sums, kept = _sums(model), model.dtype
     aside = target.with_name(target.name + ".unfinished")
     shutil.rmtree(aside, ignore_errors=True)
-    try:
+    with _written(aside):
         model.save_pretrained(aside, max_shard_size=max_shard_size)
         write_processing(processing, aside)
         save_extra_files(model, aside)
@@ -157,10 +156,6 @@ def export(
             scoring.write(aside)
         further = carry_mtp(model, aside, None if dtype is None else getattr(torch, DTYPES[dtype]))
         readable_as_the_rest(aside)
-    except (OSError, SafetensorError) as problem:
-        shutil.rmtree(aside, ignore_errors=True)
-        why = getattr(problem, "strerror", None) or problem
-        raise ConfigError(f"{aside} cannot be written: {why}.") from problem
     del model
     gc.collect()
     load = _loader(aside, processing, plugins or Plugins(), model_type)
@@ -174,7 +169,8 @@ def export(
     if packer is not None:
         del again
         gc.collect()
-        packer.pack(aside, kept)
+        with _written(aside):
+            packer.pack(aside, kept)
         with contextlib.redirect_stderr(io.StringIO()):  # compressed-tensors draws bars, whatever it is told
             again = load(str(aside), how=plainly, dtype=kept, trust_remote_code=trust_remote_code).eval()
             moved = float((logits(again, ids) - before).abs().max() / before.abs().max())
@@ -183,6 +179,19 @@ def export(
     files = list(target.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     return Exported(target, len(files), size, error, max_pixels, scaled, further, packed)
+
+
+@contextlib.contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """Raise ConfigError if a folder cannot be written, and leave nothing of it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as problem:
+        shutil.rmtree(folder, ignore_errors=True)
+        why = getattr(problem, "strerror", None) or problem
+        raise ConfigError(f"{folder} cannot be written: {why}.") from problem
 
 
 def plainly(kind: Any, source: str, **options: Any) -> Any:

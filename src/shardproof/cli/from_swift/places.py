@@ -160,6 +160,10 @@ def _packed(said: dict[str, str], words: list[str], notes: list[str]) -> str:
         )
     if method == "awq":
         notes.append("the scaling of --quant-method awq (weights of the same form are rounded as by GPTQ)")
+    if kind != "int4" and "--group-size" in words:
+        place = words.index("--group-size")
+        notes.append(f"{' '.join(words[place : place + 2])} ({kind} has scales of its own)")
+        del words[place : place + 2]
     if kind == "int8":
         notes.append("inputs in sixteen bits (int8 rounds what goes into layers, too, where they are computed)")
     return kind
