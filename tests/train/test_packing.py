@@ -189,7 +189,7 @@ def test_patterns_leave_weights_as_they_are(models: dict[str, Path], tmp_path: P
         ("Qwen3Moe", "nf4", {}, "are experts"),
         ("Qwen3", "fp8", {"keep": ("expert",)}, "--keep expert: no weight that would be packed has such a name"),
         ("Qwen3", "fp8", {"keep": ("(",)}, r"--keep \( is no regular expression"),
-        ("Qwen3", "fp8", {"keep": ("proj",)}, "have no linear layers to pack"),
+        ("Qwen3", "fp8", {"keep": ("proj",)}, "have no linear layers to pack, but those of --keep"),
     ],
 )
 @pytest.mark.usefixtures("bitsandbytes")
@@ -224,6 +224,33 @@ def test_another_folder_than_was_packed_is_refused(models: dict[str, Path], tmp_
     with pytest.raises(ConfigError, match=r"does not give back the weights .*o_proj.weight is 2 of its size away"):
         done(models["Qwen3"], tmp_path / "out", "int8")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+@pytest.mark.parametrize("kind", ["fp8", "nf4"])
+def test_layers_that_predict_further_tokens_are_told_as_whole(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: Any, kind: str
+) -> None:
+    """Readers that draft with them would look for packed ones."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"^mtp"])
+    source = tmp_path / "source"
+    AutoModelForCausalLM.from_pretrained(models["Qwen3"]).save_pretrained(source)
+    for file in models["Qwen3"].glob("token*"):
+        (source / file.name).write_bytes(file.read_bytes())
+    mine = {"mtp.fc.weight": torch.ones(64, 64), "mtp.layers.0.mlp.up_proj.weight": torch.ones(96, 64)}
+    values = load_file(source / "model.safetensors") | {name: value.bfloat16() for name, value in mine.items()}
+    save_file(values, source / "model.safetensors", metadata={"format": "pt"})
+    made = done(source, tmp_path / "out", kind)
+    assert made.further == 2
+    assert load_file(made.folder / "mtp.safetensors").keys() == mine.keys()
+    said = json.loads((made.folder / "config.json").read_text())["quantization_config"]
+    if kind == "nf4":
+        assert {"mtp.fc", "mtp.layers.0"} < set(said["llm_int8_skip_modules"])
+    else:
+        assert {r"re:mtp\.fc(\..*)?$", r"re:mtp\.layers\.0(\..*)?$"} < set(said["ignore"])
 
 
 def test_a_disk_that_is_full_is_told(models: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:

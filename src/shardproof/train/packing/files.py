@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardproof.models.loading.mtp import OWN
 from shardproof.train.packing.kinds import PRESETS, Packing, rows_together, scales_of, scheme_of
 from shardproof.train.packing.places import Places
 
@@ -23,10 +25,12 @@ def pack_folder(folder: Path, places: Places, packing: Packing, scales: Mapping[
         scales: by the names of linear layers in files, of weights that were rounded by them already: [out, groups].
         dtype: what is computed in.
     """
+    further = _further(folder)
     if packing.kind in PRESETS:
-        in_bits, said = _compressed(packing, places.ignored, scales)
+        ignored = [*places.ignored, *(rf"re:{re.escape(name)}(\..*)?$" for name in further)]
+        in_bits, said = _compressed(packing, ignored, scales)
     else:
-        in_bits, said = _of_bitsandbytes(packing.kind, places.skipped, dtype)
+        in_bits, said = _of_bitsandbytes(packing.kind, [*places.skipped, *further], dtype)
     names: dict[str, str] = {}
     for file in sorted(folder.glob("*.safetensors")):
         names |= _rewritten(file, places.packed, in_bits)
@@ -37,6 +41,18 @@ def pack_folder(folder: Path, places: Places, packing: Packing, scales: Mapping[
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps(config | {"quantization_config": said}, indent=2) + "\n", encoding="utf-8")
+
+
+def _further(folder: Path) -> list[str]:
+    """The modules that predict further tokens, which stay as they are and are in no model of transformers': each to
+    its first number."""
+    from safetensors import safe_open
+
+    if not (folder / OWN).is_file():
+        return []
+    with safe_open(folder / OWN, framework="pt") as content:
+        layers = [name.rpartition(".")[0] for name in content.keys()]  # noqa: SIM118  (not a dict)
+    return sorted({re.sub(r"(\.\d+)\..*", r"\1", layer) for layer in layers})
 
 
 Packs = Callable[[str, "Tensor"], dict[str, "Tensor"]]  # of the name of a layer and its weight, what files hold of it

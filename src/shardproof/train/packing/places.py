@@ -79,7 +79,8 @@ def places_in(model: Any, packing: Packing) -> Places:
             )
     names = [name for name in names if name not in kept]
     if not names:
-        raise ConfigError(f"--quantize: the blocks of {type(model).__name__} have no linear layers to pack.")
+        but = ", but those of --keep" if kept else " (torch.nn.Linear, no class of its own), and no experts"
+        raise ConfigError(f"--quantize: the blocks of {type(model).__name__} have no linear layers to pack{but}.")
     layers = {name: _in_files(model, name) for name in names}
     _check_files(model, layers, packing)
     _check_experts(model, set(names), packing)
