@@ -107,7 +107,8 @@ def run(argv: Sequence[str]) -> int:
         f"; merging moved logits by {done.merged_error:.1g} of the largest" if done.merged_error is not None else ""
     )
     print(f"weights: {done.folder} ({done.size / 1e6:,.1f} MB in {done.files} file(s))")
-    print(f"checked: loaded again, it computes the same logits{merged}")
+    what = "it computes" if done.packed is None else "before it was packed, it computed"
+    print(f"checked: loaded again, {what} the same logits{merged}")
     if done.packed is not None:
         _tell_packed(done.packed, done.size)
     if kind := made_here(done.folder):
