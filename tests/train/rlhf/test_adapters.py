@@ -11,7 +11,7 @@ import torch
 
 from shardproof.errors import ConfigError
 from shardproof.train.adapters.adding import check_named_parts, with_adapters
-from shardproof.train.adapters.begun import REFERENCE, begun, refer_to
+from shardproof.train.adapters.begun import REFERENCE, begun, check_reference, refer_to
 from shardproof.train.options.rlhf_config import RlhfConfig
 
 pytestmark = pytest.mark.slow
@@ -167,3 +167,30 @@ def test_a_reference_does_not_replace_modules_that_the_trained_adapters_leave(
     trained.add_adapter(REFERENCE, trained.peft_config["default"])
     with pytest.raises(ConfigError, match=r"do not fit the model: .*embed_tokens.weight is trained in full there"):
         refer_to(trained, str(tmp_path))
+
+
+def test_a_reference_that_is_scaled_otherwise_is_no_copy_of_another_kind(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Only the scale of LoRA's copies is set; that of other kinds is in their configuration, and in no weight."""
+    from peft import LoHaConfig, LoKrConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    made = {
+        "four": LoHaConfig(r=2, alpha=4, target_modules=["q_proj"]),
+        "alike": LoHaConfig(r=2, alpha=4, target_modules=["q_proj"], rank_dropout=0.1),
+        "eight": LoHaConfig(r=2, alpha=8, target_modules=["q_proj"]),
+        "lokr": LoKrConfig(r=2, alpha=4, target_modules=["q_proj"]),
+    }
+    for name, how in made.items():
+        get_peft_model(AutoModelForCausalLM.from_pretrained(models["policy"]), how).save_pretrained(tmp_path / name)
+
+    def check(reference: str) -> None:
+        named = {"adapters": str(tmp_path / "four"), "ref_adapters": str(tmp_path / reference)}
+        check_reference(RlhfConfig(dataset=["x"], **named))
+
+    check("alike")
+    with pytest.raises(ConfigError, match="made with alpha=8, and those of --adapters with 4"):
+        check("eight")
+    with pytest.raises(ConfigError, match="made with peft_type=LOKR, and those of --adapters with LOHA"):
+        check("lokr")

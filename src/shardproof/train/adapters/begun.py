@@ -23,7 +23,7 @@ from shardproof.train.model.changes import CHANGES, TOKENS, changed_by, read_who
 from shardproof.train.model.loading import BESIDE, NEVER_MERGED, check_base, first_line, said_of
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.option import flag
-from shardproof.train.options.rlhf_config import REFERRED, SAME
+from shardproof.train.options.rlhf_config import REFERRED, SAME, RlhfConfig
 from shardproof.train.options.tuners import ADALORA, KINDS, LORA
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -135,6 +135,25 @@ def begun(config: Config) -> Config:
         if ours not in given or ours not in FREE:
             found[ours] = value
     return config.model_copy(update=found | _changes(config, folder))
+
+
+def check_reference(config: RlhfConfig) -> None:
+    """Raise ConfigError for --ref-adapters that cannot stand beside those that are trained: of another kind or, but for
+    LoRA, made otherwise, as the reference is a copy of these that takes their values."""
+    if config.adapters is None or config.ref_adapters in (None, SAME):
+        return
+    mine, theirs = (
+        said_of(adapter_folder(named, option))
+        for named, option in ((config.adapters, "--adapters"), (str(config.ref_adapters), "--ref-adapters"))
+    )
+    both = sorted(mine.keys() & theirs.keys() - OURS.keys()) if mine["peft_type"] != LORA.upper() else []
+    for name in ("peft_type", *both):
+        if mine[name] != theirs[name] and "init" not in name and "dropout" not in name:
+            raise ConfigError(
+                f"--ref-adapters {config.ref_adapters}: they were made with {name}={theirs[name]}, and those of"
+                f" --adapters with {mine[name]}. The reference is made as these are. Name others that are, or leave it"
+                " out: these, before training."
+            )
 
 
 def _arguments(config: RunConfig, said: dict[str, Any]) -> dict[str, str]:

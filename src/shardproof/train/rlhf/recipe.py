@@ -24,7 +24,7 @@ from shardproof.plugins import load
 from shardproof.train import run
 from shardproof.train.adapters.adding import new_adapters, with_adapters
 from shardproof.train.adapters.beginning import takes_from_weights
-from shardproof.train.adapters.begun import adapter_folder
+from shardproof.train.adapters.begun import check_reference
 from shardproof.train.checks.contradictions import check_columns
 from shardproof.train.checks.named import check_named
 from shardproof.train.folder import RunFolder
@@ -36,7 +36,7 @@ from shardproof.train.model.parts import choose_parts, in_bits
 from shardproof.train.model.reward_models import check_reward_model, check_value_model, pads_with
 from shardproof.train.options.config import Batch, SftConfig
 from shardproof.train.options.option import flag
-from shardproof.train.options.rlhf_config import REWARDED, SAME, RlhfConfig
+from shardproof.train.options.rlhf_config import REWARDED, RlhfConfig
 from shardproof.train.rlhf.algorithms import ALGORITHMS, check_algorithm, own_arguments
 from shardproof.train.rlhf.environments import check_environments, check_room, factory_of
 from shardproof.train.rlhf.pictures import (
@@ -90,8 +90,7 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
             f"--train-parts {TALKER}: rlhf compares or rewards words, and a {TALKER} learns codes of speech from sft. "
             "Leave it out."
         )
-    if config.ref_adapters not in (None, SAME):
-        adapter_folder(config.ref_adapters, "--ref-adapters")
+    check_reference(config)
     check_rewards(config.reward_funcs, config.format_pattern, plugins=bool(config.external_plugins))
     for option in ("ref_model", "teacher_model", "value_model", "reward_model"):
         named = getattr(config, option)
