@@ -185,7 +185,7 @@ def test_llama_pro_is_full_training_of_new_blocks():
     command, _, missing = swift.translate("swift sft --model m --dataset d --tuner_type llamapro")
     assert missing == []
     found = options(command)
-    assert (found["--tuner"], found["--new-blocks"]) == ("full", "4")
+    assert (found["--tuner"], found["--new-blocks"], found["--learning-rate"]) == ("full", "4", "1e-4")
     with pytest.raises(ConfigError, match="--tuner full --new-blocks 4"):
         sft.parse(["--tuner_type", "llamapro"])
 

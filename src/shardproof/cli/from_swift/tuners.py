@@ -21,6 +21,7 @@ def with_new_blocks(values: dict[str, list[str]]) -> None:
     if values.get("tuner", [""])[0].lower() == "llamapro":
         values["tuner"] = ["full"]
         values.setdefault("new_blocks", ["4"])
+        values.setdefault("learning_rate", ["1e-4"])  # Swift's of all but full
 
 
 def of_other_tuners(values: dict[str, list[str]]) -> None:
