@@ -85,8 +85,8 @@ def check_kept(model: Any, modules_to_save: Iterable[str]) -> None:
         if "" in modules:  # PEFT saves no parameter of the model itself
             way = "put each of the model's own into a module, and name that in --modules-to-save"
         raise ConfigError(
-            f"--tuner lora: {len(lost)} weight(s) are not in the model's files and begin at random ({_some(lost)})."
-            " Only adapters are saved, and elsewhere they would be put on other weights.\n"
+            f"Adapters are trained, and {len(lost)} weight(s) are not in the model's files and begin at random"
+            f" ({_some(lost)}). Only adapters are saved, and elsewhere they would be put on other weights.\n"
             f"If they are new to the model, train and save them whole: {way}. If not, name the folder of the whole"
             " model."
         )

@@ -218,13 +218,13 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
             "--rlhf-type kto compares the rows of a micro-batch: --per-device-batch-size must be above 1."
         )
     if config.ref_model and config.tuner != "full":
-        raise ConfigError("--ref-model and --tuner lora: with adapters the reference is the model without them.")
+        raise ConfigError("--ref-model and --tuner: with adapters the reference is the model without them.")
     if config.ref_adapters != SAME and not config.adapters:
         raise ConfigError(
             "--ref-adapters is for adapters whose training continues: add --adapters. That of new ones is the model."
         )
     if config.sync_ref_steps and (config.tuner != "full" or config.precompute_ref):
-        raise ConfigError("--sync-ref-steps needs a reference of its own: leave out --tuner lora and --precompute-ref.")
+        raise ConfigError("--sync-ref-steps needs a reference of its own: leave out --tuner and --precompute-ref.")
     if config.sync_ref_steps and kind in REWARDED and not refers(config):
         raise ConfigError(
             f"--sync-ref-steps moves the reference, which --rlhf-type {kind} has with a --beta above 0 only."
@@ -276,7 +276,7 @@ def _check_others(config: RlhfConfig) -> None:
                 raise ConfigError(f"{flag(option)} {name}={value}: --rlhf-type {kind} {there}.")
             if name == "ref_model" and config.tuner != "full":
                 raise ConfigError(
-                    f"{flag(option)} ref_model={value}: with --tuner lora the reference is the model without adapters."
+                    f"{flag(option)} ref_model={value}: with adapters (--tuner) the reference is the model without."
                 )
             if name in ("reward_model", "teacher_model") and not getattr(config, name):
                 raise ConfigError(f"{flag(option)} {name}={value}: there is no {flag(name)}.")
