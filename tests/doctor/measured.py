@@ -31,6 +31,7 @@ from shardproof.train.embedding.similarity import Embedded, infonce
 from shardproof.train.losses.shortcuts import chunked_loss
 from shardproof.train.losses.tokens import token_mean
 from shardproof.train.model.activations import choose_checkpointing
+from shardproof.train.model.new_blocks import add_blocks
 from shardproof.train.model.parts import in_bits
 from shardproof.train.model.shared_rows import share_rows_of, shared_rows_of
 from shardproof.train.optim.optimizers import made_by, own_optimizer
@@ -112,6 +113,7 @@ def made(config: PlanConfig) -> tuple[Any, SequenceParallel | None]:
         model = AutoModel.from_config(AutoConfig.from_pretrained(config.model), dtype=dtype)
     else:
         model = load_pretrained(config.model, how=by_chance, dtype=dtype)
+    add_blocks(model, config.new_blocks)
     sequence = None
     if config.sequence_parallel > 1:
         share_rows_of(model, config.sequence_parallel, gathers=config.task != "causal_lm")
@@ -121,7 +123,7 @@ def made(config: PlanConfig) -> tuple[Any, SequenceParallel | None]:
     model = with_adapters(in_bits(choose_checkpointing(model, again), recipe), recipe, task).train()
     if again not in ("no", 0):
         enable_checkpointing(model, config.checkpointing_reentrant)
-        if config.tuner != "full":
+        if config.tuner != "full" or config.new_blocks:
             model.enable_input_require_grads()
     if config.task == "generative_reranker":
         last_logits_only(model)

@@ -17,6 +17,7 @@ from doctor.test_plan import SMALL, compare, config_in, in_new_processes
 from doctor.test_plan_models import DEEPSEEK, EXPERTS, config_of
 from shardproof.cli.main import main
 from shardproof.doctor.config import DoctorConfig, PlanConfig, RlhfDoctorConfig
+from shardproof.doctor.planning.blocks import repeated_blocks
 from shardproof.doctor.planning.plan import Candidate, make_plan
 from shardproof.doctor.planning.stand_ins import fake_group
 from shardproof.doctor.planning.subject import meta_model
@@ -73,7 +74,22 @@ OPTIONS: dict[str, tuple[int, list[int], dict[str, Any]]] = {
     "MiSS, again": (2, [3], {"tuner": "miss", "gradient_checkpointing": [True]}),
     "OFT": (2, [0, 3], {"tuner": "oft"}),
     "VeRA": (2, [3], {"tuner": "vera", "tuner_arguments": {"r": "16"}}),
+    "C3A": (2, [3], {"tuner": "c3a", "tuner_arguments": {"block_size": "16"}}),
+    "FourierFT": (2, [3], {"tuner": "fourierft"}),
+    "GraLoRA": (2, [3], {"tuner": "gralora"}),
+    "RandLoRA": (2, [3], {"tuner": "randlora"}),
+    "RoAd": (2, [3], {"tuner": "road"}),
+    "Uni-LoRA": (2, [3], {"tuner": "unilora"}),
+    "WaveFT": (2, [3], {"tuner": "waveft"}),
+    "BEFT": (2, [3], {"tuner": "beft"}),
+    "GLoRA": (2, [3], {"tuner": "glora"}),
+    "HiRA": (2, [3], {"tuner": "hira"}),
+    "HRA": (2, [3], {"tuner": "hra"}),
+    "LoKr": (2, [3], {"tuner": "lokr"}),
+    "Peanut": (2, [3], {"tuner": "peanut"}),
     "new blocks": (2, [0, 3], {"new_blocks": 7}),
+    "new blocks, again": (2, [3], {"new_blocks": 7, "gradient_checkpointing": [True]}),
+    "frozen blocks": (2, [0, 3], {"freeze_parameters": ["model.embed_tokens", "model.layers.0", "model.layers.1"]}),
     "four bits": (2, [0, 3], {"tuner": "lora", "quantize": "nf4"}),
     "four bits, again": (2, [3], {"tuner": "lora", "quantize": "nf4", "gradient_checkpointing": [True]}),
     "accumulation": (2, [0, 1, 2, 3], {"gradient_accumulation_steps": 2}),
@@ -123,6 +139,13 @@ def test_so_it_is_where_dtypes_meet(tmp_path):
 def test_with_each_option_it_is_within_5_percent_of_what_is_measured(bitsandbytes, folder, plugin, way):
     world, stages, options = OPTIONS[way]
     compare(in_new_processes, folder, world, stages, external_plugins=[plugin], **options)
+
+
+def test_blocks_that_are_frozen_are_of_another_kind_than_those_that_are_trained(folder):
+    plan = {"model": str(folder), "gpus": [2]}
+    assert repeated_blocks(meta_model(PlanConfig(**plan, new_blocks=7))).period == 2
+    frozen = [f"model.layers.{number}." for number in range(3)]
+    assert repeated_blocks(meta_model(PlanConfig(**plan, freeze_parameters=frozen))).first == 3
 
 
 @pytest.mark.slow

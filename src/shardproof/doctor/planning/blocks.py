@@ -50,7 +50,11 @@ def repeated_blocks(model: nn.Module) -> Blocks:
     text = text.get_text_config() if hasattr(text, "get_text_config") else text
     kinds = getattr(text, "layer_types", None) or []
     signs = [
-        (type(m).__name__, [tuple(p.shape) for p in m.parameters()], kinds[i] if len(kinds) == len(lists[name]) else "")
+        (
+            type(m).__name__,
+            [(tuple(p.shape), p.requires_grad) for p in m.parameters()],
+            kinds[i] if len(kinds) == len(lists[name]) else "",
+        )
         for i, m in enumerate(lists[name])
     ]
     ways = [(first, _period(signs[first:])) for first in range(max(1, len(signs) - 1))]

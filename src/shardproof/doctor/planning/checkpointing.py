@@ -36,5 +36,5 @@ def checkpoint(model: Any, again: Checkpointing, config: PlanConfig) -> None:
         return
     model.__dict__.pop(f"{checkpointing_name(model)}_enable", None)  # of the kind before
     enable_checkpointing(choose_checkpointing(model, again), config.checkpointing_reentrant)
-    if config.tuner != "full":
+    if config.tuner != "full" or config.new_blocks:
         model.enable_input_require_grads()

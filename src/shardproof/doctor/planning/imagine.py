@@ -369,6 +369,8 @@ def segments_of(trace: Trace, leading: bool) -> dict[Key, Columns]:
     for word, columns_of in passes.items():
         backward = word.startswith("backward")
         start, end = FROM_START + (leading and not backward), FROM_END + (leading and backward)
+        if backward:  # it ends before the first blocks where these are frozen, and so is what is before them
+            end = max(end - len(passes[word.replace("backward", "forward")]) + len(columns_of), 0)
         short = len(columns_of) < start + end
         for i, columns in enumerate(columns_of):
             if short or i < start:
