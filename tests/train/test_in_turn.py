@@ -61,6 +61,12 @@ def test_as_many_layers_as_there_are_is_no_choice(tiny: Path) -> None:
         check_named_parts(str(tiny), SftConfig(model=str(tiny), dataset=["x"], lisa_activated_layers=9))
 
 
+def test_layers_that_are_frozen_have_no_turn(tiny: Path) -> None:
+    config = SftConfig(model=str(tiny), dataset=["x"], freeze_parameters=["layers.[01]"], lisa_activated_layers=2)
+    with pytest.raises(ConfigError, match=r"has \d+ layer\(s\) to train"):
+        check_named_parts(str(tiny), config)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -85,14 +85,14 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
     config = without_lacking(config, anatomy(model).parts)
     if balance:
         check_balance(model)
-    if config.lisa_activated_layers:
-        from shardproof.train.optim.in_turn import check_layers
-
-        check_layers(model, config.lisa_activated_layers)
     config = whole_parts(model, config) if new else config
     whole = config.modules_to_save if new else []
     named = {"--target-modules": targets, "--modules-to-save": whole}
     chosen = choose_parts(model, config)
+    if config.lisa_activated_layers:
+        from shardproof.train.optim.in_turn import check_layers
+
+        check_layers(model, config.lisa_activated_layers)
     places = places_of(model, config, chosen) if new else None
     if places is not None:
         if kind == CAUSAL:  # a classifier keeps what it makes anew

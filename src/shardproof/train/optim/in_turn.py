@@ -24,12 +24,18 @@ def layers_of(model: Any) -> list[tuple[str, Any]]:
 
 
 def check_layers(model: Any, some: int) -> None:
-    """Raise ConfigError where a model has no layers of which so many would be some."""
-    if some >= (there := len(layers_of(model))):
+    """Raise ConfigError where a model has no layers of which so many would be some, without those that are frozen."""
+    if some >= (there := len(_trained(model))):
         raise ConfigError(
-            f"--lisa-activated-layers {some}: the language model of {type(model).__name__} has {there} layer(s). Take"
-            " fewer, or leave it out, which trains all of them."
+            f"--lisa-activated-layers {some}: the language model of {type(model).__name__} has {there} layer(s) to"
+            " train. Take fewer, or leave it out, which trains all of them."
         )
+
+
+def _trained(model: Any) -> list[list[Any]]:
+    """What is trained of each layer of which anything is."""
+    layers = ([p for p in layer.parameters() if p.requires_grad] for _, layer in layers_of(model))
+    return [parameters for parameters in layers if parameters]
 
 
 class LayersInTurn(TrainerCallback):
@@ -46,7 +52,7 @@ class LayersInTurn(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **more: Any) -> None:
         if not self._layers:  # what is frozen otherwise stays so
-            self._layers = [[p for p in layer.parameters() if p.requires_grad] for _, layer in layers_of(model)]
+            self._layers = _trained(model)
         turn = state.global_step // self.interval
         if turn == self._turn:
             return
