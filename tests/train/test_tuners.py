@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from shardproof.errors import ConfigError
 from shardproof.integrations.prepared import hold_as_computed, shard_prepared
-from shardproof.train.adapters.adding import with_adapters
+from shardproof.train.adapters.adding import check_named_parts, with_adapters
 from shardproof.train.adapters.kinds import arguments_of, check_steps
 from shardproof.train.checks.contradictions import check_together
 from shardproof.train.model.loading import load_model
@@ -164,6 +164,8 @@ def test_arguments_have_the_types_of_peft() -> None:
     found = arguments_of("loha", {"r": "4", "rank_dropout": "0.1", "layers_to_transform": "0,1", "init_weights": "no"})
     assert found == {"r": 4, "rank_dropout": 0.1, "layers_to_transform": [0, 1], "init_weights": False}
     assert arguments_of("loha", {"rank_pattern": '{"q_proj": 2}'}) == {"rank_pattern": {"q_proj": 2}}
+    assert arguments_of("loha", {"exclude_modules": "down_proj"}) == {"exclude_modules": ["down_proj"]}
+    assert arguments_of("loha", {"exclude_modules": ".*down_proj"}) == {"exclude_modules": ".*down_proj"}
 
 
 @pytest.mark.parametrize(("kind", "said"), [("reft", "PEFT has no ReFT"), ("prompt_tuning", "no merge can take")])
@@ -179,3 +181,9 @@ def test_what_is_left_out_is_told_why(kind, said) -> None:
 def test_ranks_that_cannot_move_in_a_run_are_refused(given, steps, said) -> None:
     with pytest.raises(ConfigError, match=said):
         check_steps(SftConfig(model="x", dataset=["x"], tuner="adalora", tuner_arguments=given), steps)
+
+
+def test_what_peft_fails_on_is_told_by_the_option(tiny: Path) -> None:
+    config = SftConfig(model=str(tiny), dataset=["x"], tuner="randlora", tuner_arguments={"r": "0"})
+    with pytest.raises(ConfigError, match="--tuner randlora: division by zero"):
+        check_named_parts(str(tiny), config)

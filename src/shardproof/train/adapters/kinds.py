@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +16,10 @@ from shardproof.train.options.config import RunConfig
 from shardproof.train.options.option import flag
 from shardproof.train.options.tuners import ADALORA, KINDS
 
-REFUSED_BY_PEFT = (ValueError, TypeError, NotImplementedError, AttributeError, RuntimeError, ImportError)
+REFUSED_BY_PEFT = (
+    *(ValueError, TypeError, NotImplementedError, AttributeError, RuntimeError, ImportError),
+    *(ArithmeticError, AssertionError, LookupError),
+)
 
 # What every one of PEFT's configurations has, and an option of its own or the run itself says.
 OURS = {
@@ -131,6 +135,8 @@ def _readings(text: str) -> Iterator[Any]:
         yield json.loads(text)
     if "," in text:
         yield [part.strip() for part in text.split(",")]
+    if re.fullmatch(r"[\w.]+", text):  # a name: alone, PEFT takes it for an expression of whole names, which it is not
+        yield [text]
     yield text
 
 
