@@ -57,10 +57,10 @@ def held_and_moved(config: PlanConfig) -> dict[str, float]:
     stage, micros = int(config.stage), config.gradient_accumulation_steps
     with no_chatter(), ledger or contextlib.nullcontext():
         model, sequence = made(config)
-        buffers = storages(model.buffers())
         precision = None if config.stochastic_rounding else mixed_precision(config.precision, config.reduce_dtype)
         if config.tuner != "full":
             hold_as_computed(model, precision)
+        buffers = storages(model.buffers())  # those of adapters are held as weights are
         mesh = hybrid_mesh(config.shard_group, torch.device("cpu"))
         model = shard_prepared(model, stage, precision, None, mesh)
         trained = [p for p in model.parameters() if p.requires_grad]
