@@ -77,7 +77,7 @@ OPTIONS: dict[str, tuple[int, list[int], dict[str, Any]]] = {
     "C3A": (2, [3], {"tuner": "c3a", "tuner_arguments": {"block_size": "16"}}),
     "FourierFT": (2, [3], {"tuner": "fourierft"}),
     "GraLoRA": (2, [3], {"tuner": "gralora"}),
-    "RandLoRA": (2, [3], {"tuner": "randlora"}),
+    "RandLoRA": (2, [3], {"tuner": "randlora", "precision": "fp32"}),  # in half, on CPUs, PEFT keeps copies in fp32
     "RoAd": (2, [3], {"tuner": "road"}),
     "Uni-LoRA": (2, [3], {"tuner": "unilora"}),
     "WaveFT": (2, [3], {"tuner": "waveft"}),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from shardproof.errors import ConfigError
 from shardproof.integrations.prepared import hold_as_computed, shard_prepared
 from shardproof.train.adapters.adding import check_named_parts, with_adapters
-from shardproof.train.adapters.kinds import arguments_of, check_steps
+from shardproof.train.adapters.kinds import arguments_of, check_steps, of_kind
 from shardproof.train.checks.contradictions import check_together
 from shardproof.train.model.loading import load_model
 from shardproof.train.model.parts import in_bits
@@ -166,6 +166,11 @@ def test_arguments_have_the_types_of_peft() -> None:
     assert arguments_of("loha", {"rank_pattern": '{"q_proj": 2}'}) == {"rank_pattern": {"q_proj": 2}}
     assert arguments_of("loha", {"exclude_modules": "down_proj"}) == {"exclude_modules": ["down_proj"]}
     assert arguments_of("loha", {"exclude_modules": ".*down_proj"}) == {"exclude_modules": ".*down_proj"}
+
+
+def test_modules_of_ia3_that_take_what_goes_in_are_named_as_targets_are() -> None:
+    config = SftConfig(model="x", dataset=["x"], tuner="ia3", tuner_arguments={"feedforward_modules": "down_proj"})
+    assert of_kind(config, None, ["self_attn.q_proj", "mlp.down_proj"]).feedforward_modules == {"mlp.down_proj"}
 
 
 @pytest.mark.parametrize(("kind", "said"), [("reft", "PEFT has no ReFT"), ("prompt_tuning", "no merge can take")])

@@ -121,6 +121,11 @@ def of_kind(config: RunConfig, task: str | None, modules: str | list[str]) -> An
     kind = config_class(config.tuner)
     how = BESIDE_DEFAULTS.get(config.tuner, {}) | arguments_of(config.tuner, config.tuner_arguments)
     how |= {"target_modules": modules, "modules_to_save": config.modules_to_save or None}
+    inner = how.get("feedforward_modules")  # IA3's, which PEFT wants spelt as the targets are
+    if isinstance(inner, list):
+        how["feedforward_modules"] = [
+            m for m in modules if f".{m}".endswith(tuple(f".{name}" for name in inner))
+        ] or inner
     try:
         return kind(task_type=task, **how)
     except REFUSED_BY_PEFT as error:
