@@ -190,5 +190,5 @@ def test_ranks_that_cannot_move_in_a_run_are_refused(given, steps, said) -> None
 
 def test_what_peft_fails_on_is_told_by_the_option(tiny: Path) -> None:
     config = SftConfig(model=str(tiny), dataset=["x"], tuner="randlora", tuner_arguments={"r": "0"})
-    with pytest.raises(ConfigError, match="--tuner randlora: division by zero"):
+    with pytest.raises(ConfigError, match="--tuner randlora --tuner-arguments r=0: PEFT refuses it: division by zero"):
         check_named_parts(str(tiny), config)

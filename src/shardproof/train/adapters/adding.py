@@ -12,7 +12,7 @@ from shardproof.models.families.family import CAUSAL
 from shardproof.plugins import load
 from shardproof.train.adapters.beginning import check_layers_begin, in_words_of_peft
 from shardproof.train.adapters.begun import with_trained_adapters
-from shardproof.train.adapters.kinds import REFUSED_BY_PEFT, check_arguments, of_kind
+from shardproof.train.adapters.kinds import REFUSED_BY_PEFT, check_arguments, of_kind, refused_by_peft
 from shardproof.train.adapters.targets import ALL, check_wrapped, places_of, stacks_of, tell_of_left_out, tell_of_shared
 from shardproof.train.model.balance import check_balance
 from shardproof.train.model.lacking import without_lacking
@@ -49,14 +49,13 @@ def _adapted(model: Any, how: Any, config: RunConfig) -> Any:
     """What PEFT makes of a model by this configuration of adapters."""
     from peft import get_peft_model
 
-    refused: tuple[type[Exception], ...] = (ValueError,)
-    said = f"--target-modules {' '.join(config.target_modules)}"
-    if config.tuner != LORA:
-        refused, said = REFUSED_BY_PEFT, f"--tuner {config.tuner}"
+    is_lora = config.tuner == LORA
+    refused: tuple[type[Exception], ...] = (ValueError,) if is_lora else REFUSED_BY_PEFT
     try:
         return get_peft_model(model, how)
     except refused as error:
-        raise ConfigError(f"{said}: {first_line(error)}") from error
+        told = f"--target-modules {' '.join(config.target_modules)}: {first_line(error)}"
+        raise ConfigError(told if is_lora else refused_by_peft(config, error)) from error
 
 
 def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config:

@@ -129,7 +129,14 @@ def of_kind(config: RunConfig, task: str | None, modules: str | list[str]) -> An
     try:
         return kind(task_type=task, **how)
     except REFUSED_BY_PEFT as error:
-        raise ConfigError(f"--tuner {config.tuner}: {first_line(error)}") from error
+        raise ConfigError(refused_by_peft(config, error)) from error
+
+
+def refused_by_peft(config: RunConfig, error: Exception) -> str:
+    """What a user is told of an error of PEFT's, which may say no more than that there was one."""
+    given = [f"{name}={value}" for name, value in config.tuner_arguments.items()]
+    said = " ".join([f"--tuner {config.tuner}", *(["--tuner-arguments", *given] if given else [])])
+    return f"{said}: PEFT refuses it: {first_line(error)}"
 
 
 def _readings(text: str) -> Iterator[Any]:
