@@ -432,8 +432,11 @@ def test_what_is_done_in_towers_is_not_said_to_be_left_out():
 
 
 def test_rlhf_says_how_a_teacher_is_sharded():
-    with pytest.raises(ConfigError, match="--model-stages teacher_model=3 says how the teacher is sharded"):
-        training.parse(RlhfConfig, "", ["--rlhf_type", "gkd", "--teacher_deepspeed", "zero3"])
+    asked = ["--rlhf_type", "gkd", "--teacher_model", "t", "--teacher_deepspeed"]
+    config = training.parse(RlhfConfig, "", [*asked, "zero3"])[0]
+    assert config.model_stages == {"teacher_model": 3}
+    with pytest.raises(ConfigError, match="--model-stages teacher_model=3 shards it, and --offload is of all models"):
+        training.parse(RlhfConfig, "", [*asked, "zero3_offload"])
 
 
 def test_a_server_has_the_names_that_it_has_there():

@@ -126,7 +126,7 @@ MISSING = {
             *("torch_empty_cache_steps", "ref_model_revision", "reward_model_revision", "teacher_model_revision"),
             *("teacher_adapters", "missing_eos_penalty", "completion_length_limit_scope"),
             *("rollout_importance_sampling_mode", "rollout_importance_sampling_threshold", "infer_backend"),
-            *("reward_adapters", "teacher_deepspeed", "reward_model_plugin", "eval_dataset"),
+            *("reward_adapters", "reward_model_plugin", "eval_dataset"),
         ),
         ("none",),
     ),
@@ -208,7 +208,6 @@ INSTEAD = {
     "fsdp_config": "--stage 0 to 3 says what is sharded",
     "add_non_thinking_prefix": "the model's own template writes an empty thought or none; with --loss"
     " answer+ignore_empty_think it is not learnt",
-    "teacher_deepspeed": "--model-stages teacher_model=3 says how the teacher is sharded",
     "teacher_model_server": "--teacher-model is loaded by the processes that train, sharded at any stage",
     "gkd_logits_topk": "the teacher's whole distribution is compared, in memory for its logits",
     "download_mode": "'hf cache rm' takes a dataset out of the cache, and the next run fetches it again",

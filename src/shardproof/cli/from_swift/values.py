@@ -312,6 +312,16 @@ def _tuner(values: list[str]) -> Ours:
     return [("tuner", ["lora"]), ("modules_to_save", [*TOWERS["vit"], *TOWERS["aligner"]])]
 
 
+def _of_teacher(values: list[str]) -> Ours:
+    """How the teacher alone is sharded. What is offloaded here is of all models."""
+    text = " ".join(values)
+    if text not in ("zero0", "zero1", "zero2", "zero3"):
+        raise missing(
+            f"--teacher-deepspeed {text}", "--model-stages teacher_model=3 shards it, and --offload is of all models"
+        )
+    return [("model_stages", [f"teacher_model={text[4]}"])]
+
+
 # Options that several of Swift's add to.
 ADDED = ("freeze", "part_learning_rates", "trl_arguments", "tuner_arguments", "modules_to_save")
 
@@ -354,6 +364,7 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "eval_metric": partial(_metric, {"nlg": NLG}),
     "metric": partial(_metric, {"nlg": NLG, "rouge": NLG, "acc": ["exact_match"]}),  # infer's, too
     "scale_rewards": _scale_rewards,
+    "teacher_deepspeed": _of_teacher,
     **{theirs: partial(_of_trl, trl) for theirs, trl in OF_TRL.items()},
     **{theirs: partial(_of_tuner, name) for theirs, name in OF_TUNERS.items()},
     **dict.fromkeys(("tuner_type", "train_type", "sft_type"), _tuner),
