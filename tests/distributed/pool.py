@@ -107,6 +107,7 @@ def _rank_main(rank: int, world: int, folder: str, pipe: Any) -> None:
     os.dup2(out.fileno(), 2)
     sys.stdout = sys.stderr = out
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable(stacks)  # what a crash leaves, which no answer tells of
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which closes the pool
 
     import torch
@@ -235,7 +236,8 @@ class Pool:
                     answers[rank] = pipe.recv()
                 except EOFError:
                     self._ranks[rank].join()
-                    answers[rank] = ("error", f"the process died, exit code {self._ranks[rank].exitcode}\n")
+                    told = (Path(self._folder.name) / f"rank{rank}.stacks").read_text()[-6000:] if self._folder else ""
+                    answers[rank] = ("error", f"the process died, exit code {self._ranks[rank].exitcode}\n{told}")
                 if answers[rank][0] == "error":
                     deadline = min(deadline, time.monotonic() + GRACE)
         return answers

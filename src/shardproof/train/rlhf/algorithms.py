@@ -276,7 +276,8 @@ def _check_others(config: RlhfConfig) -> None:
                 raise ConfigError(f"{flag(option)} {name}={value}: --rlhf-type {kind} {there}.")
             if name == "ref_model" and config.tuner != "full":
                 raise ConfigError(
-                    f"{flag(option)} ref_model={value}: with adapters (--tuner) the reference is the model without."
+                    f"{flag(option)} ref_model={value}: with --tuner {config.tuner} the reference is the model without"
+                    " adapters."
                 )
             if name in ("reward_model", "teacher_model") and not getattr(config, name):
                 raise ConfigError(f"{flag(option)} {name}={value}: there is no {flag(name)}.")
