@@ -11,16 +11,9 @@ from shardproof.errors import ConfigError
 from shardproof.train.adapters.adding import check_named_parts
 from shardproof.train.checks.contradictions import check_together
 from shardproof.train.options.config import SftConfig
+from train.stages_for_tests import PLAN
 
 LISA = ["--lisa-activated-layers", "1", "--lisa-step-interval", "2", "--weight-decay", "0.1"]
-TWO = ["--nproc", "2"]
-AGAIN = ["--gradient-checkpointing"]
-PLAN = {
-    "one": [],
-    "stage 0": TWO,
-    "stage 2": [*TWO, "--stage", "2", *AGAIN, "--checkpointing-reentrant", "--per-device-batch-size", "2"],
-    "stage 3": [*TWO, "--stage", "3", *AGAIN, "--save-steps", "3"],
-}
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,9 @@ from safetensors.torch import load_file
 
 from shardproof.errors import ConfigError
 from shardproof.train.model.new_blocks import add_blocks
+from train.stages_for_tests import PLAN
 
 PRO = ["--new-blocks", "2"]
-TWO = ["--nproc", "2"]
-AGAIN = ["--gradient-checkpointing"]
-PLAN = {
-    "one": [],
-    "stage 0": TWO,
-    "stage 2": [*TWO, "--stage", "2", *AGAIN, "--checkpointing-reentrant", "--per-device-batch-size", "2"],
-    "stage 3": [*TWO, "--stage", "3", *AGAIN, "--save-steps", "3"],
-}
 
 
 @pytest.fixture(scope="module")

@@ -168,3 +168,15 @@ def _check_part(part: str, here: Sequence[str], option: str, more: tuple[str, ..
     if part not in (*here, *more):
         hint = " It is there with --enable-audio-output." if part == TALKER else ""
         raise ConfigError(f"{option} {part}: this model has no such part, it has {', '.join(here)}.{hint}")
+
+
+def language_layers(model: Any) -> list[tuple[str, Any]]:
+    """The layers of the language model, by name: the longest list of modules whose weights are all its own."""
+    from torch import nn
+
+    part_of, lists = anatomy(model).part_of, []
+    for path, module in model.named_modules():
+        names = [f"{path}.{name}" for name, _ in module.named_parameters()] if isinstance(module, nn.ModuleList) else []
+        if names and all(part_of.get(name) == "llm" for name in names):
+            lists.append([(f"{path}.{at}", layer) for at, layer in enumerate(module)])
+    return max(lists, key=len, default=[])

@@ -10,6 +10,7 @@ import copy
 from typing import Any
 
 from shardproof.errors import ConfigError
+from shardproof.models.families.anatomy import language_layers
 
 WRITE = {"o_proj", "down_proj"}  # of an attention and an MLP, what writes into the stream between the blocks
 _NEW = "new_blocks"  # where a model keeps the names of those that it was given
@@ -39,9 +40,7 @@ def add_blocks(model: Any, count: int) -> None:
         return
     from torch import nn
 
-    from shardproof.train.optim.in_turn import layers_of
-
-    layers = layers_of(model)
+    layers = language_layers(model)
     said = f"--new-blocks {count}: the language model of {type(model).__name__}"
     if not layers or len(layers) % count:
         raise ConfigError(f"{said} has {len(layers)} blocks, which {count} does not divide.")

@@ -8,19 +8,7 @@ from typing import Any
 from transformers.trainer_callback import TrainerCallback
 
 from shardproof.errors import ConfigError
-from shardproof.models.families.anatomy import anatomy
-
-
-def layers_of(model: Any) -> list[tuple[str, Any]]:
-    """The layers of the language model, by name: the longest list of modules whose weights are all its own."""
-    from torch import nn
-
-    part_of, lists = anatomy(model).part_of, []
-    for path, module in model.named_modules():
-        names = [f"{path}.{name}" for name, _ in module.named_parameters()] if isinstance(module, nn.ModuleList) else []
-        if names and all(part_of.get(name) == "llm" for name in names):
-            lists.append([(f"{path}.{at}", layer) for at, layer in enumerate(module)])
-    return max(lists, key=len, default=[])
+from shardproof.models.families.anatomy import language_layers
 
 
 def check_layers(model: Any, some: int) -> None:
@@ -34,7 +22,7 @@ def check_layers(model: Any, some: int) -> None:
 
 def _trained(model: Any) -> list[list[Any]]:
     """What is trained of each layer of which anything is."""
-    layers = ([p for p in layer.parameters() if p.requires_grad] for _, layer in layers_of(model))
+    layers = ([p for p in layer.parameters() if p.requires_grad] for _, layer in language_layers(model))
     return [parameters for parameters in layers if parameters]
 
 

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.models.loading.mtp import OWN
+from shardproof.models.loading.weight_files import INDEX
 from shardproof.train.packing.kinds import PRESETS, Packing, rows_together, scales_of, scheme_of
 from shardproof.train.packing.places import Places
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-INDEX = "model.safetensors.index.json"
 
 
 def pack_folder(folder: Path, places: Places, packing: Packing, scales: Mapping[str, Tensor], dtype: Any) -> None:

@@ -1,4 +1,4 @@
-"""Rows that a model is calibrated with, and what it computes of rows before and after it is packed."""
+"""Rows that a model is calibrated with or measured by, read as in its run."""
 
 from __future__ import annotations
 
