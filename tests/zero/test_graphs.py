@@ -92,26 +92,29 @@ class Never:
     def __set__(self, holder: object, value: bool) -> None: ...
 
 
-def check_as_on_accelerators(name: str, stage: int) -> None:
-    """Whose data moves without us, so that ranks have nothing to do for it in backward."""
+def check_behind_the_first_steps(name: str, stage: int, by_hand: bool) -> None:
+    """`by_hand`: as on CPUs. On accelerators data moves without us."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Invariants, "early", False)
-        patch.setattr(Collectives, "by_hand", Never(), raising=False)
+        if not by_hand:
+            patch.setattr(Collectives, "by_hand", Never(), raising=False)
         check(name, stage)
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("name, stage", cases(ON_FOUR, [1]))
-def test_so_it_is_on_two_ranks_that_keep_what_they_gathered(run2, name, stage):
-    run2(check_as_on_accelerators, name, stage)
+def test_so_it_is_on_two_ranks_that_keep_what_they_gathered(run2, name, stage, by_hand):
+    run2(check_behind_the_first_steps, name, stage, by_hand)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize(
     "name, stage", cases([name for name in CASES if name not in ON_FOUR], [0, 1, 2]) + cases(ON_FOUR, [0, 2])
 )
-def test_so_it_is_in_the_other_cases_and_stages(run2, name, stage):
-    run2(check_as_on_accelerators, name, stage)
+def test_so_it_is_in_the_other_cases_and_stages(run2, name, stage, by_hand):
+    run2(check_behind_the_first_steps, name, stage, by_hand)
 
 
 @pytest.mark.slow

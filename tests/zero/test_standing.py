@@ -139,13 +139,12 @@ def test_torch_refuses_a_graph_of_other_weights(monkeypatch, kind, precision):
     train(model, optimizer)  # and then all is well again
 
 
-def refused_as_on_accelerators(stage: int, kind: str, precision: torch.dtype | None) -> bool:
+def refused_on_ranks(stage: int, kind: str, precision: torch.dtype | None) -> bool:
     """Whether all weights are those of before where backward was refused."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Invariants, "early", False)
         torch.manual_seed(0)
         model = shardproof.shard(Net(), stage, mixed_precision=precision)
-        engine_of(model).comm.by_hand = False
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         train(model, optimizer)
         loss = loss_of(model)
@@ -164,8 +163,8 @@ def refused_as_on_accelerators(stage: int, kind: str, precision: torch.dtype | N
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["step", "edit"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_so_it_does_on_accelerators_where_gathered_weights_stay(run2, stage, kind, precision):
-    assert run2(refused_as_on_accelerators, stage, kind, precision) == [True, True]
+def test_so_it_does_on_ranks_where_gathered_weights_stay(run2, stage, kind, precision):
+    assert run2(refused_on_ranks, stage, kind, precision) == [True, True]
 
 
 CHANGED = "modified by an inplace operation|were changed between the forward"

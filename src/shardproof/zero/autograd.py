@@ -213,7 +213,7 @@ class SavedView:
     def unpack(self) -> torch.Tensor:
         flat = self.flat
         # As torch will say behind the first steps: see `push`.
-        edited = flat.engine.comm.size == 1 and self.tensor is not None and self.tensor._version != self.edits
+        edited = self.tensor is not None and self.tensor._version != self.edits
         flat.check_version(self.index, -1 if edited else self.version)
         flat.engine.gradients.start_what_can()
         if flat.engine.deterministic and in_backward():  # a pass that leaves no gradient is one, too
@@ -281,14 +281,13 @@ class SavedTensors:
         Outside a unit's forward `over_others` is False: the recomputation of a checkpoint that lies inside a
         unit must save there what its forward pass saved, when the checkpoint's own hooks were innermost.
 
-        Where everything stays gathered, and nobody has to drive reductions meanwhile, there are none behind the first
-        steps, in which what is wrong with a program shows itself: torch saves the weights as it saves others, and says
-        of them, too, that they were changed.
+        Where everything stays gathered there are none behind the first steps, in which what is wrong with a program
+        shows itself: torch saves the weights as it saves others, and says of them, too, that they were changed.
         """
         if not torch.is_grad_enabled() or not _hooks_enabled():
             return False
         top = _autograd._top_saved_tensors_default_hooks(False)
-        if top is None and engine.watched_by_torch and not engine.invariants.early:
+        if top is None and engine.stands and not engine.invariants.early:
             return False
         owner = getattr(top[0], "__self__", None) if top is not None else None
         if isinstance(owner, SavedTensors) and owner.engine is engine:

@@ -61,14 +61,9 @@ class MakesRoom(TakesTurns):
 
     @property
     def stands(self) -> bool:
-        """Whether what was gathered stays until the step, where it is computed with; see standing.py."""
+        """Whether what was gathered stays until the step, where it is computed with, so that torch itself tells what
+        graphs have saved from what it is now; see standing.py."""
         return not self.frugal and self.home is None and not self.deterministic
-
-    @property
-    def watched_by_torch(self) -> bool:
-        """Whether torch itself tells what graphs have saved from what it is now: where it stays, and nobody has to
-        drive reductions while backward asks for it."""
-        return self.stands and not self.comm.by_hand
 
     @property
     def root(self) -> Unit:

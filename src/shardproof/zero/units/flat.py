@@ -242,7 +242,7 @@ class Flat(Accumulated):
         self.engine.written.note_changed(self, indices)
         self.version += len(indices)
         self.engine.changes += len(indices)
-        if self.engine.watched_by_torch:
+        if self.engine.stands:
             self.standing.changed(indices)
 
     def check_version(self, index: int, version: int) -> None:
