@@ -15,7 +15,7 @@ from torch import nn
 
 import shardproof
 from distributed.two_devices import DEVICE, two_devices
-from shardproof.train.optim.muon import MuonAndAdamW
+from shardproof.train.optim.matrices import MuonAndAdamW
 from zero.models import Averages, Net
 
 BATCH = 24  # for 1, 2, 3, 4 and 8 ranks

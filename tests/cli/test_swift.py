@@ -248,6 +248,10 @@ def test_what_is_printed_is_taken():
         ("--torch_compile true", "--compile"),
         ("--optim adamw_bnb_8bit", "--optimizer adamw_8bit"),
         ("--optim adafactor", "--optimizer adafactor"),
+        (
+            "--use_galore true --galore_rank 64 --galore_scale 0.25 --galore_proj_type std",
+            "--optimizer galore --optimizer-arguments rank=64 scale=0.25",
+        ),
         ("--optimizer muon --optim adamw_torch", "--optimizer muon"),
         ("--loss_scale last_round", "--loss last_round"),
         ("--loss_scale ignore_empty_think", "--loss answer+ignore_empty_think"),
@@ -298,7 +302,7 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--reward_adapters run", "equivalent here; 'shardproof export RUN FOLDER' merges them"),
         ("--resume_only_model true", "equivalent here; 'shardproof export CHECKPOINT FOLDER'"),
         ("--max_epochs 3", "--epochs says how many; with --streaming, --max-steps"),
-        ("--galore_rank 8", "There is no option --galore-rank. It is of a tuner of ms-swift that is not here"),
+        ("--reft_rank 8", "There is no option --reft-rank. It is of a tuner of ms-swift that is not here"),
         ("--swanlab_mode local", "from a variable of its own: SWANLAB_PROJ_NAME"),
         ("--lmdeploy_tp 2", "or by a vLLM server of its own"),
         ("--num_beams 2", "'shardproof infer' generates"),
@@ -318,7 +322,7 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--vllm_gpu_memory_utilization 0.9", "is an option of 'shardproof rlhf'"),
         ("--vllm_max_num_seqs 2", "vllm serve"),
         ("--lr 1e-4", "--learning-rate"),
-        ("--use_galore true", "--use-galore true: an option of ms-swift without equivalent here"),
+        ("--galore_quantization true", "--galore-quantization true: an option of ms-swift without equivalent here"),
         ("--agent_template hermes", "or by the one of --chat-template"),
         ("--train_dataloader_shuffle false", "equivalent here; rows are shuffled in each epoch, always"),
         (
@@ -518,13 +522,13 @@ def test_a_text_without_a_command(text, message):
 
 
 def test_what_has_no_equivalent_is_counted_in_the_exit_code(capfd):
-    words = "swift sft --model x --dataset y --use_galore true --nosuch 1 --lora_rnak 8 --vllm_max_num_seqs 2"
+    words = "swift sft --model x --dataset y --galore_quantization true --nosuch 1 --lora_rnak 8 --vllm_max_num_seqs 2"
     assert swift.run(words.split()) == 1
     out, err = capfd.readouterr()
     assert "--lora-rnak 8: unknown. Did you mean --lora-rank?" in err
     assert "vllm serve" in err
     assert out.startswith("shardproof sft")
-    assert "--use-galore true" in err
+    assert "--galore-quantization true" in err
     assert "--nosuch 1: unknown" in err
 
 
@@ -972,14 +976,14 @@ def test_commands_about_finished_models_are_brought_over(theirs: str, ours: str)
 def test_a_script_of_several_commands_is_brought_over_whole() -> None:
     """Each with the variables that were set above it, and what none has here told of all."""
     script = (
-        "D=a.jsonl\nMAX_PIXELS=500 swift sft --model m --dataset $D --use_galore true\n"
+        "D=a.jsonl\nMAX_PIXELS=500 swift sft --model m --dataset $D --galore_quantization true\n"
         "D=b.jsonl\nswift infer --adapters out/x --val_dataset $D --logprobs true\n"
         "swift export --model m --output_dir out\n"
     )
     commands, _, missing = swift.translate(script)
     assert re.findall(r"^shardproof (\w+)", commands, re.MULTILINE) == ["sft", "infer", "export"]
     assert "--dataset a.jsonl" in commands
-    assert [reason.split()[0] for reason in missing] == ["--use-galore", "--logprobs"]
+    assert [reason.split()[0] for reason in missing] == ["--galore-quantization", "--logprobs"]
 
 
 def test_what_stands_in_front_of_a_command_is_its_own() -> None:
@@ -1120,7 +1124,8 @@ def test_rows_of_a_hub_are_said_to_be_read_without_what_swifts_list_has_for_them
     ("given", "told"),
     [
         ("--optimizer lorap --lorap_lr_ratio 16", "--optimizer lorap: an option of ms-swift without equivalent here"),
-        ("--optimizer galore", "--optimizer galore: there is no such optimizer"),
+        ("--optimizer soap", "--optimizer soap: there is no such optimizer"),
+        ("--use_galore true --galore_proj_type right", "--galore-proj-type right: an option of ms-swift without equiv"),
         ("--report_to neptune", "--report-to neptune: an option of ms-swift without equivalent here"),
         ("--report_to tensorboard neptune", "--report-to neptune"),
         ("--fsdp nowhere.json", "it is neither fsdp2 nor a JSON file"),

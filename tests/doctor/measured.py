@@ -23,7 +23,6 @@ from shardproof.integrations.prepared import hold_as_computed, hybrid_mesh, shar
 from shardproof.models.forward import makes_its_mean
 from shardproof.models.loading.classes import load_pretrained
 from shardproof.parallel.sequence import SequenceParallel
-from shardproof.plugins import load
 from shardproof.train.adapters.adding import with_adapters
 from shardproof.train.embedding.pooling import pooled
 from shardproof.train.embedding.recipe import ADAPTED
@@ -34,7 +33,8 @@ from shardproof.train.model.activations import choose_checkpointing
 from shardproof.train.model.new_blocks import add_blocks
 from shardproof.train.model.parts import in_bits
 from shardproof.train.model.shared_rows import share_rows_of, shared_rows_of
-from shardproof.train.optim.optimizers import made_by, own_optimizer
+from shardproof.train.optim import optimizers
+from shardproof.train.optim.optimizers import made_by
 from shardproof.train.reranker import ranking
 from shardproof.train.reranker.scoring import YesNo, last_logits_only
 from shardproof.train.seq_cls.measures import LabelLoss
@@ -131,8 +131,7 @@ def made(config: PlanConfig) -> tuple[Any, SequenceParallel | None]:
 
 
 def optimizer_of(config: PlanConfig) -> Callable[..., torch.optim.Optimizer]:
-    own = load(config.external_plugins).find("optimizer", config.optimizer) or own_optimizer(recipe_for(config))
-    return own or partial(torch.optim.AdamW, fused=True)
+    return optimizers.optimizer_of(recipe_for(config)) or partial(torch.optim.AdamW, fused=True)
 
 
 def loss_of(config: PlanConfig, model: Any, sequence: SequenceParallel | None) -> torch.Tensor:

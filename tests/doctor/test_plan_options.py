@@ -116,6 +116,7 @@ OPTIONS: dict[str, tuple[int, list[int], dict[str, Any]]] = {
     "another adafactor": (1, [3], {"optimizer": "other_adafactor"}),
     "adafactor": (2, [0, 3], {"optimizer": "adafactor"}),
     "muon": (2, [0, 3], {"optimizer": "muon"}),
+    "galore": (2, [0, 3], {"optimizer": "galore", "optimizer_arguments": {"rank": 8}}),
 }
 
 

@@ -1,4 +1,4 @@
-"""Promise: `--optimizer muon` and `adafactor` train at every stage as in one process."""
+"""Promise: `--optimizer muon`, `galore` and `adafactor` train at every stage as in one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 import shardproof
 from shardproof.errors import ConfigError
-from shardproof.train.optim.muon import MuonAndAdamW, matrices, muon
+from shardproof.train.optim.matrices import MuonAndAdamW, matrices, muon
 from shardproof.train.optim.optimizers import made_by
 from train.test_optimizers import trained
 from train.test_shortcuts import qwen
@@ -170,6 +170,7 @@ def test_as_options_of_a_run(commands, sft):
         shape = ["--stage", str(stage), "--nproc", str(nproc), "--max-steps", "4"]
         return again, sft(*shape, "--optimizer", name, *more)
 
+    few = ("--optimizer-arguments", "rank=4,update_gap=3")
     done = commands(
         [
             run("muon", 0, 1),
@@ -177,6 +178,9 @@ def test_as_options_of_a_run(commands, sft):
             run("muon", 2, 2, "--save-steps", "2", "--resume", "RUNS/muon-3-2/checkpoint-2"),
             run("adafactor", 0, 1),
             run("adafactor", 3, 2),
+            run("galore", 0, 1, *few),
+            run("galore", 3, 2, *few, "--save-steps", "2"),
+            run("galore", 2, 2, *few, "--save-steps", "2", "--resume", "RUNS/galore-3-2/checkpoint-2"),
         ]
     )
     assert all(run.code == 0 for run in done.values()), [run.output for run in done.values()]
@@ -184,4 +188,7 @@ def test_as_options_of_a_run(commands, sft):
     assert losses["muon-3-2"] == pytest.approx(losses["muon-0-1"], abs=2e-3)
     assert losses["muon-2-2-resumed"] == pytest.approx(losses["muon-3-2"][2:], abs=2e-3)
     assert losses["adafactor-3-2"] == pytest.approx(losses["adafactor-0-1"], abs=1e-4)
+    assert losses["galore-3-2"] == pytest.approx(losses["galore-0-1"], abs=1e-4)
+    assert losses["galore-2-2-resumed"] == pytest.approx(losses["galore-3-2"][2:], abs=1e-4)
     assert losses["muon-0-1"][3] != pytest.approx(losses["adafactor-0-1"][3], abs=1e-3)
+    assert losses["galore-0-1"][3] != pytest.approx(losses["adafactor-0-1"][3], abs=1e-3)

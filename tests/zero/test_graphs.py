@@ -84,12 +84,13 @@ def test_so_it_is_behind_the_first_steps(monkeypatch, name, stage):
 
 
 class Never:
-    """An attribute that stays False."""
+    """`by_hand` is False while this stands in the class, and what it was made as afterwards."""
 
     def __get__(self, holder: object, kind: type) -> bool:
         return False
 
-    def __set__(self, holder: object, value: bool) -> None: ...
+    def __set__(self, holder: object, value: bool) -> None:
+        vars(holder)["by_hand"] = value
 
 
 def check_behind_the_first_steps(name: str, stage: int, by_hand: bool) -> None:

@@ -11,8 +11,9 @@ from shardproof.cli import options, training
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.errors import ConfigError
 from shardproof.train.checks.contradictions import check_whole
+from shardproof.train.checks.named import check_plugins
 from shardproof.train.options.config import SftConfig
-from shardproof.train.run import check_plugins, recipe_of
+from shardproof.train.run import recipe_of
 
 if TYPE_CHECKING:
     from shardproof.train.show import Shown

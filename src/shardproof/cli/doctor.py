@@ -154,8 +154,9 @@ def examine(
     """
     from shardproof.doctor.checks import data_checks, machine, plan_checks, resume_checks
     from shardproof.doctor.look import encoded_rows, held_out_rows, loaded_model, read_rows, steps_of
+    from shardproof.train.checks.named import check_plugins
     from shardproof.train.model.loading import check_attention, load_processing, tokenizer_of
-    from shardproof.train.run import check_plugins, model_source
+    from shardproof.train.run import model_source
 
     try:
         check_plugins(config)

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from shardproof.cli import export, infer, infer_asked, options
 from shardproof.cli.deepspeed_file import same
 from shardproof.cli.from_swift import shell
-from shardproof.cli.from_swift.defaults import DEFAULTS, INSTEAD_OF, OF_RLHF
+from shardproof.cli.from_swift.defaults import DEFAULTS, INSTEAD_OF, OF_RLHF, WITH_BETAS
 from shardproof.cli.from_swift.models import longest, looks_or_hears, token_side, without_parts
 from shardproof.cli.from_swift.options import (
     as_words,
@@ -299,11 +299,14 @@ def _freeze_towers(values: dict[str, list[str]], given: Collection[str], notes: 
 def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: list[str], nodes: int) -> None:
     """Write out Swift's defaults that are not ours, of a run on so many nodes."""
     kind = values.get("rlhf_type", ["dpo"])[0] if "rlhf_type" in known else ""
+    optimizer = values.get("optimizer", ["adamw"])[0]
+    betas = optimizer in WITH_BETAS or (optimizer == "muon" and values["tuner"] == ["full"])
     for name, value in {**DEFAULTS, **OF_RLHF.get(kind, {})}.items():
         elsewise = INSTEAD_OF.get(name)
         if (
             name in known
             and not (elsewise and elsewise in values)
+            and (betas or name != "adam_beta2")
             and not (name in _LORA_ONLY and (values["tuner"] != ["lora"] or "adapters" in values))
         ):
             values.setdefault(name, value.split())
@@ -360,6 +363,8 @@ def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str])
     idle = {"full": OF_ADAPTERS, "lora": ("tuner_arguments",)}.get(values["tuner"][0].lower(), ONLY_LORA)
     if values["gradient_checkpointing"][:1] in (["no"], ["false"]):
         idle = (*idle, "checkpointing_reentrant")
+    if "optimizer" not in values:
+        idle = (*idle, "optimizer_arguments")
     if _is_on(values, "packing"):
         idle = (*idle, "padding_free")
     if values.get("rlhf_type", ["dpo"])[0] in REWARDED:  # an epoch has whole batches of answers

@@ -27,11 +27,12 @@ from shardproof.errors import ConfigError, ShardproofError
 from shardproof.interrupts import raise_again
 from shardproof.train.adapters.beginning import takes_from_weights
 from shardproof.train.adapters.begun import begun
+from shardproof.train.checks.named import check_plugins
 from shardproof.train.folder import ERRORS, SKIPPED, RunFolder, options_of_resumed
 from shardproof.train.goes_on import way_on, without_checkpoint
 from shardproof.train.options.config import RunConfig
 from shardproof.train.resume import AUTO, SIZES, at_its_end, with_folder, with_rows_a_step
-from shardproof.train.run import again, check_plugins, recipe_of
+from shardproof.train.run import again, recipe_of
 
 if TYPE_CHECKING:
     from shardproof.train.options.config import Batch

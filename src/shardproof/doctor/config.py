@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from shardproof.train.options.config import SftConfig
-from shardproof.train.options.option import Finite, Named, Names, Task, option
+from shardproof.train.options.option import Arguments, Finite, Named, Names, Task, option
 from shardproof.train.options.rlhf_config import RlhfConfig
 from shardproof.train.options.tuners import TUNERS, Tuner, TunerArguments
 
@@ -101,7 +101,8 @@ class PlanConfig(BaseModel):
         "so many processes hold a copy of the model between them (default: all, or those of a machine)",
         ge=1,
     )
-    optimizer: str = option("Run", "adamw", "adamw, adamw_8bit, muon, adafactor, or a plugin's")
+    optimizer: str = option("Run", "adamw", "adamw, adamw_8bit, muon, galore, adafactor, or a plugin's")
+    optimizer_arguments: Arguments = option("Run", {}, "what such an optimizer takes, such as rank=64 (galore)")
     stochastic_rounding: bool = option("Run", False, "no fp32 masters: weights, gradients and AdamW's state are bf16")
     external_plugins: list[str] = option("Run", [], "Python files that register --optimizer")
     debug: bool = option("Run", False, "show tracebacks")

@@ -39,7 +39,7 @@ CONTENTS = (
 
 # Options that the state of an optimizer, adapters or a head have taken in, and those by which only coming steps differ.
 FIXED = (
-    *("rlhf_type", "learning_rate", "part_learning_rates", "lorap_lr_ratio", "weight_decay"),
+    *("rlhf_type", "learning_rate", "part_learning_rates", "lorap_lr_ratio", "weight_decay", "optimizer_arguments"),
     *(
         "adam_beta1",
         "adam_beta2",

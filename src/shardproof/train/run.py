@@ -36,7 +36,7 @@ from shardproof.models.families.family import CAUSAL
 from shardproof.models.loading.classes import check_looks_back
 from shardproof.models.loading.packed import check_can_unpack
 from shardproof.models.loading.processors import file_parts
-from shardproof.plugins import check_files, check_names, load
+from shardproof.plugins import check_files, load
 from shardproof.train.adapters.adding import check_named_parts
 from shardproof.train.adapters.beginning import begin_adapters, check_beginning, check_begun
 from shardproof.train.adapters.begun import other_bases
@@ -165,11 +165,6 @@ def check(config: RunConfig, world_size: int) -> Batch:
     check_saving(config)
     check_evaluation(config)
     return batch
-
-
-def check_plugins(config: RunConfig) -> None:
-    """Run --external-plugins, and raise ConfigError for a name that neither they nor we have."""
-    check_names(config, load(config.external_plugins))
 
 
 def read(

@@ -62,15 +62,14 @@ def switches(prepared: Prepared) -> dict[str, Any]:
 
 def for_any_trainer(prepared: Prepared, callbacks: list[Any]) -> dict[str, Any]:
     """What a trainer is made with, whatever it learns."""
-    from shardproof.plugins import load
-    from shardproof.train.optim.optimizers import own_optimizer
+    from shardproof.train.optim.optimizers import optimizer_of
 
     config = prepared.config
     return {
         "train_dataset": prepared.rows,
         "eval_dataset": prepared.val_rows,
         "callbacks": callbacks,
-        "optimizer_of": load(config.external_plugins).find("optimizer", config.optimizer) or own_optimizer(config),
+        "optimizer_of": optimizer_of(config),
         **switches(prepared),
     }
 

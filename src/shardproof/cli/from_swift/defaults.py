@@ -38,6 +38,7 @@ OF_RLHF = {  # by algorithm
 INSTEAD_OF = {
     "warmup_ratio": "warmup_steps",
     "per_device_batch_size": "global_batch_size",
-    "adam_beta2": "optimizer",
     "save_steps": "save_strategy",
 }
+# Optimizers that take AdamW's numbers; muon where it does not update everything that is trained.
+WITH_BETAS = ("adamw", "adamw_8bit", "galore")

@@ -56,6 +56,7 @@ WITHOUT_EFFECT = {
         ),
         "vLLM decides it, which changes its speed and memory only",
     ),
+    "galore_optim_per_parameter": "the optimizer steps when all gradients are there",
     "template": "the tokenizer's own template is used; --chat-template gives another",
     "val_dataset_shuffle": "an evaluation gives the same numbers in any order",
     "padding_side": "padding changes no number",
@@ -86,7 +87,7 @@ WITHOUT_EFFECT = {
 MISSING = {
     **dict.fromkeys(
         (
-            *("packing", "streaming", "use_galore"),
+            *("packing", "streaming", "galore_quantization", "galore_with_embedding"),
             *("predict_with_generate", "push_to_hub", "use_ray", "use_vllm", "use_flash_ckpt"),
             *("enable_dft_loss", "enable_channel_loss", "eval_use_evalscope", "resume_only_model"),
             *("offload_teacher_model", "sync_ref_model"),
@@ -97,12 +98,13 @@ MISSING = {
         ("false",),
     ),
     "norm_bbox": (),  # 'none' asks for pixels
+    "galore_proj_type": ("std",),
     **dict.fromkeys(("train_dataloader_shuffle", "bnb_4bit_use_double_quant", "add_non_thinking_prefix"), ("true",)),
     **dict.fromkeys(("sequence_parallel_size", "deepspeed_autotp_size", "num_beams", "num_mini_batches"), ("1",)),
     **dict.fromkeys(("freeze_parameters_ratio", "label_smoothing_factor", "eval_delay"), ("0", "0.0")),
     **dict.fromkeys(
         (
-            *("quant_method", "bnb_4bit_quant_type"),
+            *("quant_method", "bnb_4bit_quant_type", "galore_target_modules"),
             *("zero_hpz_partition_size", "rope_scaling", "max_model_len", "device_map", "max_memory"),
             "custom_dataset_info",
             *("cached_dataset", "new_special_tokens", "task_type", "num_labels"),
@@ -156,7 +158,6 @@ HARMLESS = {
 INSTEAD = {
     "norm_bbox": "boxes are written in thousandths or in pixels, as each family of models knows them",
     "packing": "only 'shardproof sft' packs rows; --padding-free leaves padding out in rlhf, too",
-    "use_galore": "--optimizer adafactor or muon holds less state of matrices, and --tuner lora fewer gradients",
     "train_dataloader_shuffle": "rows are shuffled in each epoch, always (but not with --streaming"
     " --shuffle-buffer-size 0)",
     **dict.fromkeys(

@@ -128,9 +128,10 @@ def _deepspeed(values: list[str], notes: list[str]) -> Ours:
 
 # By the beginning of their names, options that belong to something that is not here as a whole.
 OF_A_KIND = {
+    "galore_": " --optimizer galore takes --optimizer-arguments rank=64,update_gap=50,scale=1.0.",
     "lora_ga_": " It says how adapters begin by rows of data: --init-lora-weights takes other ways.",
     **dict.fromkeys(
-        ("galore_", "llamapro_", "reft_", "adapter_"),
+        ("llamapro_", "reft_", "adapter_"),
         " It is of a tuner of ms-swift that is not here: --tuner takes PEFT's, with --tuner-arguments.",
     ),
     "swanlab_": " SwanLab reads it from a variable of its own: SWANLAB_PROJ_NAME, SWANLAB_EXP_NAME, SWANLAB_MODE ...",

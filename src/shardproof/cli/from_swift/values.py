@@ -60,6 +60,7 @@ OPTIM = {
     "adamw_8bit": "adamw_8bit",
     "adamw_bnb_8bit": "adamw_8bit",
     "adafactor": "adafactor",
+    "galore_adamw": "galore",
 }
 
 
@@ -305,6 +306,18 @@ def _of_tuner(name: str, values: list[str]) -> Ours:
     return [("tuner_arguments", [f"{name}={values[0]}"])] if values and values[0].lower() != "none" else []
 
 
+OF_GALORE = {"galore_rank": "rank", "galore_update_proj_gap": "update_gap", "galore_scale": "scale"}
+
+
+def _of_galore(name: str, values: list[str]) -> Ours:
+    return [("optimizer_arguments", [f"{name}={values[0]}"])] if values else []
+
+
+def _use_galore(values: list[str]) -> Ours:
+    on = not values or values[0].lower() in ("true", "yes", "1")
+    return [("optimizer", ["galore"])] if on else []
+
+
 def _tuner(values: list[str]) -> Ours:
     """LoRA of the language model beside towers that are trained whole has a name of its own there."""
     if " ".join(values).lower() != "lora_llm":
@@ -323,7 +336,7 @@ def _of_teacher(values: list[str]) -> Ours:
 
 
 # Options that several of Swift's add to.
-ADDED = ("freeze", "part_learning_rates", "trl_arguments", "tuner_arguments", "modules_to_save")
+ADDED = ("freeze", "part_learning_rates", "trl_arguments", "tuner_arguments", "optimizer_arguments", "modules_to_save")
 
 NLG = ["rouge_l", "bleu"]
 # What evaluations of embeddings and rerankers tell in any case.
@@ -367,6 +380,8 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "teacher_deepspeed": _of_teacher,
     **{theirs: partial(_of_trl, trl) for theirs, trl in OF_TRL.items()},
     **{theirs: partial(_of_tuner, name) for theirs, name in OF_TUNERS.items()},
+    "use_galore": _use_galore,
+    **{theirs: partial(_of_galore, name) for theirs, name in OF_GALORE.items()},
     **dict.fromkeys(("tuner_type", "train_type", "sft_type"), _tuner),
     **{f"freeze_{name}": partial(_freeze, name) for name in TOWERS},
     **{f"{name}_lr": partial(_rate, name) for name in ("vit", "aligner")},

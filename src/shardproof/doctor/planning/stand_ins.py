@@ -17,7 +17,7 @@ from shardproof.doctor.planning.ledger import HELD, HOME, Ledger
 from shardproof.errors import ConfigError
 from shardproof.models.forward import without_adapters
 from shardproof.train.model.activations import HeldByHost
-from shardproof.train.options.config import ADAFACTOR, EIGHT_BITS, MUON
+from shardproof.train.options.config import ADAFACTOR, EIGHT_BITS, GALORE, MUON
 from shardproof.zero.comm import collectives
 from shardproof.zero.ranks import consensus
 from shardproof.zero.schedule import home
@@ -185,24 +185,28 @@ def optimizer_of(config: PlanConfig) -> Callable[..., torch.optim.Optimizer]:
     """What makes the optimizer of the options, see `optimizers.made_by`.
 
     Raises:
-        ConfigError: no plugin has registered that name.
+        ConfigError: no plugin has registered that name, or it takes no such arguments.
     """
     from shardproof.plugins import load
-    from shardproof.train.optim.muon import MuonAndAdamW, muon
-    from shardproof.train.optim.optimizers import adafactor
+    from shardproof.train.optim.matrices import GaLoreAndAdamW, MuonAndAdamW, for_matrices
+    from shardproof.train.optim.optimizers import adafactor, check_arguments
 
     class MuonStates(MuonAndAdamW):
         makers = MuonAndAdamW.makers | {True: AdamWStates}
 
+    class GaLoreStates(GaLoreAndAdamW):
+        makers = GaLoreAndAdamW.makers | {True: AdamWStates}
+
+    check_arguments(config)
+    given: Any = config.optimizer_arguments
     registered = load(config.external_plugins).find("optimizer", config.optimizer)
-    if registered is not None:
-        return registered  # type: ignore[no-any-return]
+    if registered is not None or config.optimizer == ADAFACTOR:
+        return partial(registered or adafactor, **given)
     if config.optimizer == EIGHT_BITS:
         return _eight_bits
-    if config.optimizer == MUON:
-        return partial(muon, kind=MuonStates)
-    if config.optimizer == ADAFACTOR:
-        return adafactor
+    if config.optimizer in (MUON, GALORE):
+        kind = MuonStates if config.optimizer == MUON else GaLoreStates
+        return partial(for_matrices, kind=kind, **given)
     return partial(_by_chance, device=config.device) if config.stochastic_rounding else AdamWStates
 
 

@@ -15,7 +15,7 @@ from shardproof.models.families.family import TALKER
 from shardproof.plugins import KINDS as PLUGINS
 from shardproof.train.checks.tuners import check_tuner
 from shardproof.train.model.changes import check_rope, tokens_of
-from shardproof.train.options.config import EIGHT_BITS, MUON, SELECTIVE, RunConfig
+from shardproof.train.options.config import EIGHT_BITS, GALORE, MUON, SELECTIVE, RunConfig
 from shardproof.train.options.option import first_given, flag
 from shardproof.train.options.tuners import FULL, LORA
 
@@ -88,7 +88,7 @@ def check_together(config: RunConfig) -> None:
     check_tuner(config)
     _check_task(config)
     _check_changes(config)
-    if config.optimizer not in ("adamw", EIGHT_BITS, MUON) and (given := first_given(config, ADAM)):
+    if config.optimizer not in ("adamw", EIGHT_BITS, MUON, GALORE) and (given := first_given(config, ADAM)):
         raise ConfigError(f"{given} is of AdamW, and --optimizer {config.optimizer} is another.")
     only_matrices = config.tuner == LORA and not (config.dora or config.modules_to_save)
     if config.optimizer == MUON and only_matrices and (given := first_given(config, ADAM)):

@@ -1,10 +1,11 @@
-"""The model and the rows that a run names, and those of the run that it goes on with."""
+"""What a run names: the model and the rows, those of the run that it goes on with, and plugins."""
 
 from __future__ import annotations
 
 import shlex
 
 from shardproof.errors import ConfigError
+from shardproof.plugins import check_names, load
 from shardproof.train.folder import options_of_resumed
 from shardproof.train.model.loading import check_model_source
 from shardproof.train.options.config import RunConfig
@@ -50,3 +51,13 @@ def with_its_options(config: RunConfig, option: str, value: str | list[str]) -> 
     if config.output_dir and (config.resume == AUTO or not same_folder(file.parent, config.output_dir)):
         words += ["--output-dir", config.output_dir]
     return shlex.join(words)
+
+
+def check_plugins(config: RunConfig) -> None:
+    """Run --external-plugins, and raise ConfigError for a name that neither they nor we have, or for what the optimizer
+    of that name does not take."""
+    check_names(config, load(config.external_plugins))
+    if config.optimizer_arguments:
+        from shardproof.train.optim.optimizers import check_arguments
+
+        check_arguments(config)

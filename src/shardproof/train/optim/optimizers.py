@@ -6,6 +6,7 @@ bf16 with updates that are rounded by chance.
 | `adamw` | 4 | 4 | 8 |
 | `adamw_8bit` | 4 | 4 | 2 |
 | `muon` | 4 | 4 | 4 of a matrix |
+| `galore` | 4 | 4 | 8 for each row of a matrix and each direction, 4 for each column and direction |
 | `adafactor` | 4 | 4 | a row and a column of a matrix |
 | `adamw`, `--stochastic-rounding` | 2 | 2 | 4 |
 """
@@ -19,26 +20,67 @@ from typing import Any
 
 import torch
 
-from shardproof.errors import ConfigError
-from shardproof.train.options.config import ADAFACTOR, EIGHT_BITS, MUON, RunConfig
+from shardproof.errors import ConfigError, did_you_mean
+from shardproof.plugins import load
+from shardproof.train.optim.galore import GaLore
+from shardproof.train.optim.matrices import galore, muon
+from shardproof.train.options.config import ADAFACTOR, EIGHT_BITS, GALORE, MUON, RunConfig
 from shardproof.zero.optim.step import first_elements
 
+# What is no argument of an optimizer: options of their own say it, or we do.
+OF_OPTIONS = ("params", "lr", "betas", "eps", "weight_decay", "adjust_lr_fn", "ns_coefficients")
+OF_PLUGINS = ("model",)
 CHUNKS = {"cpu": 1 << 15}  # elements that are updated at once, in float32: what a core's cache holds
 CHUNK = 1 << 24  # elsewhere
 
 
-def own_optimizer(config: RunConfig) -> Callable[..., torch.optim.Optimizer] | None:
+def optimizer_of(config: RunConfig) -> Callable[..., torch.optim.Optimizer] | None:
     """What makes the optimizer that the options ask for, of groups of parameters and `lr`; None for torch's AdamW."""
+    given: Any = config.optimizer_arguments
+    registered = load(config.external_plugins).find("optimizer", config.optimizer)
+    if registered is not None:
+        return partial(registered, **given)
     adam: dict[str, Any] = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
-    if config.optimizer == EIGHT_BITS:
-        return partial(adamw_8bit, **adam)
-    if config.optimizer == MUON:
-        from shardproof.train.optim.muon import muon
-
-        return partial(muon, **adam)
     if config.optimizer == ADAFACTOR:
-        return adafactor
+        return partial(adafactor, **given)
+    if config.optimizer in (EIGHT_BITS, MUON, GALORE):
+        make: Any = {EIGHT_BITS: adamw_8bit, MUON: muon, GALORE: galore}[config.optimizer]
+        return partial(make, **adam, **given)
     return partial(AdamWBf16, seed=config.seed, **adam) if config.stochastic_rounding else None
+
+
+def check_arguments(config: Any) -> None:
+    """Raise ConfigError for --optimizer-arguments that the optimizer does not take."""
+    name, given = config.optimizer, config.optimizer_arguments
+    if not given:
+        return
+    if name in ("adamw", EIGHT_BITS):
+        raise ConfigError(
+            f"--optimizer-arguments are of other optimizers than {name}, whose numbers are --adam-beta1, --adam-beta2, "
+            "--adam-epsilon and --weight-decay."
+        )
+    registered = load(config.external_plugins).find("optimizer", name)
+    kind: Any = registered or {MUON: torch.optim.Muon, GALORE: GaLore, ADAFACTOR: adafactor}[name]
+    try:
+        takes = inspect.signature(kind).parameters
+    except ValueError:  # not of Python
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        return
+    known = [each for each in takes if each not in (OF_PLUGINS if registered else OF_OPTIONS)]
+    known = known[2:] if registered else known  # groups and the learning rate, whatever their names are
+    for argument, value in given.items():
+        if argument not in known:
+            hint = did_you_mean(argument, known)
+            there = f"It takes {', '.join(known)}." if known else "It takes none."
+            said = f"--optimizer-arguments {argument}={value}"
+            raise ConfigError(f"{said}: --optimizer {name} has no such argument.{hint}\n{there}")
+    if registered is None:
+        try:
+            kind([torch.nn.Parameter(torch.zeros(1, 1))], **given)
+        except (TypeError, ValueError) as error:
+            said = " ".join(f"{argument}={value}" for argument, value in given.items())
+            raise ConfigError(f"--optimizer-arguments {said}: {error}") from error
 
 
 def made_by(
@@ -63,11 +105,20 @@ def made_by(
     return made
 
 
-def adafactor(params: Any, lr: float) -> torch.optim.Optimizer:
+def adafactor(
+    params: Any,
+    lr: float = 1e-3,
+    *,
+    clip_threshold: float = 1.0,
+    decay_rate: float = -0.8,
+    beta1: float | None = None,
+    scale_parameter: bool = False,
+) -> torch.optim.Optimizer:
     """transformers' Adafactor (arXiv 1804.04235) with the learning rate as it is given, as its Trainer takes it."""
     from transformers.optimization import Adafactor
 
-    return Adafactor(params, lr=lr, scale_parameter=False, relative_step=False)
+    how: Any = {"clip_threshold": clip_threshold, "decay_rate": decay_rate, "beta1": beta1}
+    return Adafactor(params, lr=lr, scale_parameter=scale_parameter, relative_step=False, **how)
 
 
 def adamw_8bit(params: Any, smallest: int = 4096, **options: Any) -> torch.optim.Optimizer:

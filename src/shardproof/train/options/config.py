@@ -9,13 +9,24 @@ from pydantic import ConfigDict, Field
 from shardproof.data.sources.mixture import Stopping
 from shardproof.train.options.batch import DEFAULT_MICRO_BATCH, Batch, batch_of
 from shardproof.train.options.model_options import ModelOptions
-from shardproof.train.options.option import SAVE_STEPS, Finite, ProblemType, Scheduler, Strategy, Task, Texts, option
+from shardproof.train.options.option import (
+    SAVE_STEPS,
+    Arguments,
+    Finite,
+    ProblemType,
+    Scheduler,
+    Strategy,
+    Task,
+    Texts,
+    option,
+)
+from shardproof.train.options.times import Times
 
 SELECTIVE = "selective"
-EIGHT_BITS, MUON, ADAFACTOR = "adamw_8bit", "muon", "adafactor"
+EIGHT_BITS, MUON, GALORE, ADAFACTOR = "adamw_8bit", "muon", "galore", "adafactor"
 
 
-class RunConfig(ModelOptions):
+class RunConfig(ModelOptions, Times):
     """What every recipe needs to know, under the name it has everywhere.
 
     Attributes:
@@ -185,7 +196,10 @@ class RunConfig(ModelOptions):
         "Plugins", None, "a plugin's function that converts each row of the data into a known form"
     )
     optimizer: str = option(
-        "Plugins", "adamw", "adamw, adamw_8bit (state in eight bits), muon, adafactor, or a plugin's"
+        "Plugins", "adamw", "adamw, adamw_8bit (state in eight bits), muon, galore, adafactor, or a plugin's"
+    )
+    optimizer_arguments: Arguments = option(
+        "Plugins", {}, "what such an optimizer takes, such as rank=64 (galore), momentum=0.9 (muon)"
     )
     callbacks: list[str] = option("Plugins", [], "plugins' callbacks, called on every rank while training")
 
@@ -250,32 +264,6 @@ class RunConfig(ModelOptions):
     def rate(self) -> float:
         """The learning rate."""
         return self.learning_rate
-
-    @property
-    def checkpoint_steps(self) -> int | None:
-        """After how many steps a checkpoint is written each time, where it is that what says when."""
-        return self.save_steps or (SAVE_STEPS if self.save_strategy == "steps" else None)
-
-    @property
-    def evaluation_steps(self) -> int | None:
-        """The same of evaluations while training."""
-        often = self.checkpoint_steps or SAVE_STEPS
-        return self.eval_steps or (often if self.eval_strategy == "steps" else None)
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether there are evaluations while training; else there is one at its end."""
-        return self.eval_strategy == "epoch" or self.evaluation_steps is not None
-
-    @property
-    def writes_checkpoints(self) -> bool:
-        """Whether there are checkpoints."""
-        return self.save_strategy == "epoch" or self.checkpoint_steps is not None
-
-    @property
-    def kept_checkpoints(self) -> int | None:
-        """How many of them are kept, that of the best evaluation among them; None for all."""
-        return self.save_total_limit and max(self.save_total_limit, 1 + self.keep_best)
 
     @property
     def talks(self) -> bool:

@@ -58,6 +58,22 @@ def _as_texts(pairs: Any) -> Any:
 
 
 Texts = Annotated[dict[str, str], BeforeValidator(_as_texts)]
+
+
+def _as_values(pairs: Any) -> Any:
+    """Texts of a command line as the numbers or truth values that they are."""
+
+    def value(text: Any) -> Any:
+        known = {"true": True, "yes": True, "false": False, "no": False}
+        try:
+            return known[text.lower()] if text.lower() in known else json.loads(text)
+        except (AttributeError, ValueError):
+            return text
+
+    return {name: value(text) for name, text in pairs.items()} if isinstance(pairs, dict) else pairs
+
+
+Arguments = Annotated[dict[str, bool | int | float | str], BeforeValidator(_as_values)]
 SWANLAB = "swanlab"  # whose own callback is taken: that of transformers does not know its releases since 0.8
 REPORTS = ("none", "tensorboard", "wandb", SWANLAB, "mlflow", "trackio")  # where records go besides metrics.jsonl
 BEGINNINGS = "gaussian, orthogonal, pissa, pissa_niter_N, olora"

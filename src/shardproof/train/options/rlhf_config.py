@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from itertools import count
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from shardproof.train.options.config import DEFAULT_MICRO_BATCH, Batch, RunConfig
-from shardproof.train.options.option import Finite, Named, option
+from shardproof.train.options.option import Arguments, Finite, Named, option
 
 RlhfType = Literal["dpo", "kto", "orpo", "simpo", "cpo", "rm", "grpo", "rloo", "gkd", "ppo"]
 
@@ -21,22 +20,6 @@ SAME = "same"  # --ref-adapters: those of --adapters
 
 LEARNING_RATE = {"rm": 1e-4, "gkd": 1e-5}  # TRL's; 1e-6 elsewhere
 LORA_FACTOR = 10  # adapters want more
-
-
-def _as_values(pairs: Any) -> Any:
-    """Texts of a command line as the numbers or truth values that they are."""
-
-    def value(text: Any) -> Any:
-        known = {"true": True, "yes": True, "false": False, "no": False}
-        try:
-            return known[text.lower()] if text.lower() in known else json.loads(text)
-        except (AttributeError, ValueError):
-            return text
-
-    return {name: value(text) for name, text in pairs.items()} if isinstance(pairs, dict) else pairs
-
-
-TrlArguments = Annotated[dict[str, bool | int | float | str], BeforeValidator(_as_values)]
 
 
 class RlhfConfig(RunConfig):
@@ -66,7 +49,7 @@ class RlhfConfig(RunConfig):
     label_smoothing: float | None = option(
         "Algorithm", None, "assumed share of pairs whose answers are the wrong way round", ge=0, lt=1
     )
-    trl_arguments: TrlArguments = option(
+    trl_arguments: Arguments = option(
         "Algorithm", {}, "further arguments of TRL's configuration: top_entropy_quantile=0.2"
     )
     simpo_gamma: Finite | None = option("Algorithm", None, "target margin between the answers, in simpo", ge=0)

@@ -1,4 +1,4 @@
-"""Muon for matrices, AdamW for the rest, as one optimizer."""
+"""An optimizer for matrices, Muon or GaLore, and AdamW for the rest, as one."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import torch
 from torch import nn
 
 from shardproof.errors import ConfigError
+from shardproof.train.optim.galore import GaLore
 
 # Modules whose weights project onto a vocabulary, by the last part of their names (a talker's have no other mark).
 HEAD = re.compile(r"(^|\.)\w*head(\.|$)")
 
 
-class MuonAndAdamW(torch.optim.Optimizer):
-    """torch's Muon for groups of matrices, which are updated whole on the ranks that own them, and AdamW for those with
+class MatricesAndAdamW(torch.optim.Optimizer):
+    """An optimizer for groups of matrices, which are updated whole on the ranks that own them, and AdamW for those with
     `elementwise`, of which each rank updates its slices.
-
-    A matrix moves by about as much as AdamW would move it (arXiv 2502.16982), so that both take one learning rate and
-    one weight decay.
 
     Args:
         params: parameters, or groups of them; a group with `elementwise` is AdamW's.
@@ -29,15 +27,18 @@ class MuonAndAdamW(torch.optim.Optimizer):
         betas: of AdamW.
         eps: of AdamW.
         weight_decay: of groups that have none of their own.
+        others: of the optimizer for matrices.
+
+    Attributes:
+        name: of the optimizer for matrices.
+        makers: of both, by `elementwise`.
 
     Raises:
         ValueError: a parameter of a group without `elementwise` is no matrix.
     """
 
-    makers: ClassVar[dict[bool, Callable[..., torch.optim.Optimizer]]] = {  # by `elementwise`
-        False: partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw"),
-        True: partial(torch.optim.AdamW, fused=True),
-    }
+    name: ClassVar[str]
+    makers: ClassVar[dict[bool, Callable[..., torch.optim.Optimizer]]]
 
     def __init__(
         self,
@@ -46,8 +47,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        **others: Any,
     ) -> None:
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **others}
         super().__init__(params, {**options, "elementwise": False})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -56,8 +58,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         odd = [tuple(p.shape) for p in param_group["params"] if p.dim() != 2]
         if odd and not elementwise:
             raise ValueError(
-                f"Muon updates matrices, and a parameter of the group has shape {odd[0]}: give it to a group with "
-                "elementwise=True, which AdamW updates."
+                f"{self.name} updates matrices, and a parameter of the group has shape {odd[0]}: give it to a group "
+                "with elementwise=True, which AdamW updates."
             )
         for name, value in self._part(elementwise).defaults.items():
             param_group.setdefault(name, self.defaults.get(name, value))
@@ -84,17 +86,38 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return loss
 
 
-def muon(
-    params: Any, lr: float, model: nn.Module, *, kind: type[MuonAndAdamW] = MuonAndAdamW, **options: Any
-) -> MuonAndAdamW:
-    """`MuonAndAdamW` of what a model trains.
+class MuonAndAdamW(MatricesAndAdamW):
+    """torch's Muon for matrices.
+
+    A matrix moves by about as much as AdamW would move it (arXiv 2502.16982), so that both take one learning rate and
+    one weight decay.
+    """
+
+    name = "Muon"
+    makers: ClassVar = {
+        False: partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw"),
+        True: partial(torch.optim.AdamW, fused=True),
+    }
+
+
+class GaLoreAndAdamW(MatricesAndAdamW):
+    """GaLore for matrices."""
+
+    name = "GaLore"
+    makers: ClassVar = MuonAndAdamW.makers | {False: GaLore}
+
+
+def for_matrices(
+    params: Any, lr: float, model: nn.Module, *, kind: type[MatricesAndAdamW], **options: Any
+) -> MatricesAndAdamW:
+    """An optimizer of what a model trains.
 
     Args:
         params: parameters, or groups of them.
         lr: of groups that have none of their own.
         model: whose parameters they are.
-        kind: the class.
-        options: others of `MuonAndAdamW`.
+        kind: its class.
+        options: others of that class.
 
     Raises:
         ConfigError: there is no matrix among them.
@@ -110,13 +133,18 @@ def muon(
                 groups.append({**group, "params": chosen, "elementwise": elementwise})
     if all(group["elementwise"] for group in groups):
         raise ConfigError(
-            "--optimizer muon: of what is trained nothing is a matrix beside embeddings and heads. Take adamw."
+            f"--optimizer {kind.name.lower()}: of what is trained nothing is a matrix beside embeddings and heads. "
+            "Take adamw."
         )
     return kind(groups, lr=lr, **options)
 
 
+muon = partial(for_matrices, kind=MuonAndAdamW)
+galore = partial(for_matrices, kind=GaLoreAndAdamW)
+
+
 def matrices(model: nn.Module) -> list[nn.Parameter]:
-    """What Muon is for: all of two dimensions but embeddings, heads onto a vocabulary, and single rows or columns."""
+    """What these are for: all of two dimensions but embeddings, heads onto a vocabulary, and single rows or columns."""
     models: list[Any] = [m for m in model.modules() if hasattr(m, "get_output_embeddings")]
     heads = [head for m in models if (head := m.get_output_embeddings()) is not None]
     heads += [m for name, m in model.named_modules() if HEAD.search(name)]
