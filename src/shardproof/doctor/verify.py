@@ -16,7 +16,7 @@ from torch import nn
 
 import shardproof
 from shardproof.doctor.observe import observe
-from shardproof.train.options.config import MUON
+from shardproof.train.options.config import GALORE, MUON
 from shardproof.train.run import Prepared
 from shardproof.zero.comm.world import is_first
 from shardproof.zero.tensors.parameter import ShardedParameter
@@ -121,9 +121,12 @@ Values = dict[str, torch.Tensor]
 
 
 def tolerance_of(config: Any) -> float:
-    """What was asked for, or what the precision of the run allows; Muon makes matrices orthogonal in bf16."""
-    precision = "bf16" if config.optimizer == MUON else config.precision
-    return TOLERANCE[precision] if config.tolerance is None else float(config.tolerance)
+    """What was asked for, or what the precision of the run allows; Muon makes matrices orthogonal in bf16, and directions
+    in which a gradient is equally large are GaLore's by rounding."""
+    if config.tolerance is not None:
+        return float(config.tolerance)
+    least = {MUON: "bf16", GALORE: "fp16"}.get(config.optimizer, config.precision)
+    return max(TOLERANCE[config.precision], TOLERANCE[least])
 
 
 def values_of(params: dict[str, ShardedParameter]) -> tuple[Values, Values]:
