@@ -212,7 +212,7 @@ def test_what_other_commands_are_here_can_be_typed() -> None:
             assert all(word in parser_of(command)._option_string_actions for word in given), text
 
 
-@pytest.mark.parametrize("name", ["num_ppo_epoch", "top_entropy_quantil", "quant_metho", "reward_fun", "cached_datase"])
+@pytest.mark.parametrize("name", ["num_ppo_epoch", "top_entropy_quantil", "quant_metho", "reward_fun", "rlhf_typ"])
 def test_no_option_is_suggested_that_the_command_refuses(name: str) -> None:
     """Each is nearest to one of rlhf, or of ms-swift's that is not here."""
     with pytest.raises(ConfigError) as error:

@@ -1306,3 +1306,31 @@ def test_what_a_script_is_called_with_is_not_taken_for_a_value(words):
 def test_a_dollar_in_single_quotes_or_behind_a_backslash_is_one(written):
     command, *_ = swift.translate(f"swift sft --model m --dataset d.jsonl --system {written}")
     assert options(command)["--system"] == "'costs $5 or ${X:-y}'"
+
+
+def test_an_export_of_encoded_rows_is_data_encode() -> None:
+    """What is not about rows is left out, and said."""
+    said = "swift export --model m --dataset a b --to_cached_dataset true --torch_dtype bfloat16 --output_dir out"
+    command, notes, missing = swift.translate(f"NPROC_PER_NODE=2 {said} --split_dataset_ratio 0.1 --dataset_num_proc 4")
+    assert command.split("\n")[0].split() == ["shardproof", "data", "encode", "\\"]
+    assert shlex.split(command.replace("\\\n", " "))[3:] == (
+        "--model m --dataset a b --output-dir out --val-split 0.1 --bad-rows skip".split()
+    )
+    assert not missing
+    assert any(note.startswith("--precision bf16 is left out") for note in notes)
+    assert any(note.startswith("--nproc 2 is left out") for note in notes)
+    for mode, kind in (("rlhf", "dpo"), ("kto", "kto")):
+        words = swift.translate(f"{said} --template_mode {mode}")[0].replace("\\\n", " ").split()
+        assert words[:4] == ["shardproof", "data", "encode", "rlhf"]
+        assert words[words.index("--rlhf-type") + 1] == kind
+    with pytest.raises(ConfigError, match="rows are encoded for train, rlhf, kto"):
+        swift.translate(f"{said} --template_mode grpo")
+
+
+def test_a_run_on_encoded_rows_needs_no_dataset() -> None:
+    cached = "swift sft --model m --cached_dataset out/train --cached_val_dataset out/val --max_length 64"
+    command, _, missing = swift.translate(cached)
+    assert not missing
+    assert "--cached-dataset out/train" in command
+    assert "--cached-val-dataset out/val" in command
+    assert "--eval-steps 500" in command

@@ -361,7 +361,16 @@ def test_so_are_those_of_an_encoder_that_counts_positions():
 # Options of sft that change neither what a step holds nor what it sends, or that only a run can know.
 NOT_COUNTED = {
     *("lora_alpha", "lorap_lr_ratio", "part_learning_rates", "eval_on_start", "router_aux_loss_coef"),
-    *("dataset", "val_dataset", "val_split", "columns", "bad_rows", "truncation"),
+    *(
+        "dataset",
+        "val_dataset",
+        "cached_dataset",
+        "cached_val_dataset",
+        "val_split",
+        "columns",
+        "bad_rows",
+        "truncation",
+    ),
     *(
         "row_cache",
         "system",

@@ -22,7 +22,10 @@ DESCRIPTION = """Print the script by which a shell completes commands, options a
 _FILES = set(
     "run_file config dataset val_dataset deepspeed external_plugins image audio video file page text output".split()
 )
-_FOLDERS = set("model ref_model reward_model teacher_model output_dir resume run_dir run_dirs source folder".split())
+_FOLDERS = set(
+    "model ref_model reward_model teacher_model cached_dataset cached_val_dataset output_dir resume run_dir run_dirs"
+    " source folder".split()
+)
 
 
 def parser() -> Parser:

@@ -1,4 +1,4 @@
-"""`shardproof data show`: rows as the model will see them."""
+"""`shardproof data show`: rows as the model will see them; `data encode` keeps them so."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardproof.cli import options, training
+from shardproof.cli import data_encode, options, training
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.errors import ConfigError
 from shardproof.train.checks.contradictions import check_whole
@@ -27,8 +27,10 @@ LEARNT = "[[", "]]"  # around what is learnt, where there are no colours
 
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
+    if argv and argv[0] == "encode":
+        return data_encode.run(argv[1:])
     if argv and argv[0] not in ("show", "-h", "--help"):
-        raise ConfigError(f"There is no command 'data {argv[0]}'.\nThere is 'shardproof data show'.")
+        raise ConfigError(f"There is no command 'data {argv[0]}'.\nThere are 'data show' and 'data encode'.")
     config, count, as_json = parse(argv[1:] if argv and argv[0] == "show" else argv)
     from shardproof.cli.hub import run_is_here
 

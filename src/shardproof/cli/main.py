@@ -33,7 +33,7 @@ COMMANDS = {
     "explain": "say what an error text means, also of DeepSpeed, DDP, FSDP and NCCL",
     "export": "write the model of a run to a folder that from_pretrained loads, adapters merged",
     "models": "list the model families that have a record",
-    "data": "show rows as the model will see them: 'shardproof data show'",
+    "data": "show rows as the model will see them ('data show'), or encode them once ('data encode')",
     "convert": "write a checkpoint of DeepSpeed, FSDP2 or Accelerate as one to go on from",
     "submit": "write the Slurm script or the Kubernetes job that runs a command on several nodes",
     "swift": "print the command of ours that does what a command of ms-swift does",

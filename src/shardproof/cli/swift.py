@@ -15,12 +15,13 @@ from pydantic import BaseModel
 from shardproof.cli import export, infer, infer_asked, options
 from shardproof.cli.deepspeed_file import same
 from shardproof.cli.from_swift import shell
+from shardproof.cli.from_swift.cached import about_rows, encodes, for_recipe
 from shardproof.cli.from_swift.defaults import DEFAULTS, INSTEAD_OF, OF_RLHF, WITH_BETAS
-from shardproof.cli.from_swift.models import longest, looks_or_hears, token_side, without_parts
+from shardproof.cli.from_swift.environment import of_environment
+from shardproof.cli.from_swift.models import longest, looks_or_hears, without_parts
 from shardproof.cli.from_swift.options import (
     as_words,
     at_odds,
-    from_environment,
     hint,
     meant_as_ours,
     other_meanings,
@@ -37,8 +38,6 @@ from shardproof.train.checks.tuners import OF_ADAPTERS, ONLY_LORA
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.rlhf_config import REFERRED, REWARDED
 
-_SAME = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
-_OF_LIBRARIES = ("PYTORCH_", "TORCH_", "NCCL_", "HF_", "WANDB_")
 EVALUATIONS = "eval_steps", "eval_strategy", "eval_on_start"
 _LORA_ONLY = ("lora_rank", "lora_dropout")
 _WHOLE_BATCH = 16
@@ -57,7 +56,6 @@ PACKED = (
     "--packing is --padding-free here: no padding is computed either way, but a micro-batch has as many rows as"
     " --per-device-batch-size says, and there as many as fill --max-length: raise it to what fits"
 )
-OF_TOKENS = {"IMAGE_MAX_TOKEN_NUM": "max_pixels", "VIDEO_MAX_TOKEN_NUM": "max_frame_pixels"}
 
 HELP = """usage: shardproof swift "swift sft|rlhf|infer|export ..." | SCRIPT.sh
 
@@ -113,6 +111,8 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
 
 
 def _brought_over(line: shell.Line) -> tuple[str, list[str], list[str]]:
+    if encodes(line):
+        return _of_encoded(line)
     if line.command in FINISHED:
         return _of_finished(line)
     config = _config(line.command)
@@ -125,10 +125,11 @@ def _brought_over(line: shell.Line) -> tuple[str, list[str], list[str]]:
     without_parts(values, given, notes)
     in_file = any(name == "config" for name, _ in line.options)
     own_model = ("model",) if "adapters" not in values else ()  # adapters know theirs
-    for name in () if in_file else (*own_model, "dataset"):
+    rows = () if "cached_dataset" in values else ("dataset",)
+    for name in () if in_file else (*own_model, *rows):
         if name not in values and not any(f"--{name}" in reason for reason in missing):
             raise ConfigError(f"There is no --{name} in this command, and ms-swift has no default for it.")
-    for name, value in _from_environment(line.variables, values.get("model", [""])[0], notes).items():
+    for name, value in of_environment(line.variables, values.get("model", [""])[0], notes).items():
         values.setdefault(name, [value])
     missing += other_meanings(line.variables, of_swift=True)
     built = _built(config, values)
@@ -145,8 +146,29 @@ def _brought_over(line: shell.Line) -> tuple[str, list[str], list[str]]:
         notes.append(
             "what the shell does around the command (nohup, > log, | tee, &) is left out: put it around this one"
         )
+    return _written(line.command, values), notes, missing
+
+
+def _written(command: str, values: dict[str, list[str]]) -> str:
     lines = [f"{options.flag(name)} {shlex.join(value)}".rstrip() for name, value in values.items()]
-    return " \\\n    ".join([f"shardproof {line.command}", *lines]), notes, missing
+    return " \\\n    ".join([f"shardproof {command}", *lines])
+
+
+def _of_encoded(line: shell.Line) -> tuple[str, list[str], list[str]]:
+    """The same of an export that encodes rows. What is not of rows decides nothing there, and is left out."""
+    recipe, line = for_recipe(line)
+    config, notes = _config(recipe), list[str]()
+    known = meant_as_ours({*config.model_fields}, [name for name, _ in line.options])
+    values, missing = _adopted(line, known, notes)
+    missing += [*line.missing, *other_meanings(line.variables, of_swift=True)]
+    for name, value in of_environment(line.variables, values.get("model", [""])[0], notes).items():
+        values.setdefault(name, [value])
+    values.setdefault("bad_rows", DEFAULTS["bad_rows"].split())
+    for name in [name for name in values if not about_rows(config, name)]:
+        notes.append(f"{options.flag(name)} {' '.join(values.pop(name))} is left out: it decides nothing about rows")
+    if not missing:
+        missing += _refused(config, values)
+    return _written(f"data encode{' rlhf' if recipe == 'rlhf' else ''}", values), notes, missing
 
 
 def _of_finished(line: shell.Line) -> tuple[str, list[str], list[str]]:
@@ -160,7 +182,7 @@ def _of_finished(line: shell.Line) -> tuple[str, list[str], list[str]]:
         words, idle = placed(line.command, argv, config.model_fields)
         notes += [f"{reason} is left out" for reason in idle]
         given = {word for word in words if word.startswith("--")}
-        for name, value in _from_environment(line.variables, "", notes).items():
+        for name, value in of_environment(line.variables, "", notes).items():
             about_rows = line.command != "export" or "--quantize" in given  # of which a plain export has none
             if about_rows and name in config.model_fields and options.flag(name) not in given:
                 words += [options.flag(name), value]
@@ -265,22 +287,6 @@ def _config(command: str) -> type[RunConfig]:
     return RlhfConfig
 
 
-def _from_environment(environment: dict[str, str], model: str, notes: list[str]) -> dict[str, str]:
-    """The options that variables are; those that are read for a command of Swift's alone are taken out."""
-    notes += [
-        f"{name}={value} means the same here: put it in front"
-        for name, value in environment.items()
-        if name in _SAME or name.startswith(_OF_LIBRARIES)
-    ]
-    found = {"fps": fps} if (fps := environment.get("FPS")) else {}
-    if side := token_side(model):
-        for name, option in OF_TOKENS.items():
-            if (tokens := environment.get(name, "")).isdecimal():
-                del environment[name]
-                found[option] = str(int(tokens) * side**2)
-    return found | from_environment(environment)
-
-
 def _freeze_towers(values: dict[str, list[str]], given: Collection[str], notes: list[str]) -> None:
     """Swift trains towers and aligner only where it is told to, or where they have layers whose names get adapters."""
     named = values.get("target_modules", ["all-linear"]) != ["all-linear"]
@@ -355,7 +361,9 @@ def _answers(values: dict[str, list[str]]) -> bool:
 
 def _holds_out(values: dict[str, list[str]]) -> bool:
     """Whether there are rows to evaluate on."""
-    return "val_dataset" in values or any(float(share) for share in values.get("val_split", []))
+    return not {"val_dataset", "cached_val_dataset"}.isdisjoint(values) or any(
+        float(share) for share in values.get("val_split", [])
+    )
 
 
 def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str]) -> None:

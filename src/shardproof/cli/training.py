@@ -284,10 +284,11 @@ def _say_plan(config: RunConfig, batch: Batch, rows: Any, val_rows: Any) -> None
     copies += f", offload {config.offload}" if config.offload else ""
     how_many = f"{len(rows):,} rows" if hasattr(rows, "__len__") else "rows are read while training"
     held_out = f", {len(val_rows):,} to evaluate on" if val_rows is not None else ""
-    more = f" and {len(config.dataset) - SHOWN:,} more" if len(config.dataset) > SHOWN else ""
+    named = [*config.dataset, *config.cached_dataset]
+    more = f" and {len(named) - SHOWN:,} more" if len(named) > SHOWN else ""
     lines = [
         ("model", f"{config.model} ({config.summary})"),
-        ("data", f"{' '.join(config.dataset[:SHOWN])}{more}: {how_many}{held_out}"),
+        ("data", f"{' '.join(named[:SHOWN])}{more}: {how_many}{held_out}"),
         *([("mixed", rows.shares())] if config.interleave_prob and hasattr(rows, "shares") else []),
         ("batch", str(batch)),
         ("sharding", f"stage {config.stage} on {config.nproc} process(es){copies}"),

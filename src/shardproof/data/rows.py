@@ -23,6 +23,8 @@ from shardproof.data.forms.formats import SUPERVISED, Form, Problem
 from shardproof.data.forms.halves import printable, refuse_halves
 from shardproof.data.forms.parts import text_of
 from shardproof.data.sources.mixture import Mixture, mixed
+from shardproof.data.sources.places import Places as Places
+from shardproof.data.sources.ready import RowSource
 from shardproof.data.sources.records import BadRecord, Source, identity, open_source
 from shardproof.errors import DataError
 
@@ -72,42 +74,6 @@ class BadRow:
         return printable(f"{self.source}:{self.line}: {self.problem}")
 
 
-class Places:
-    """Where rows stand, as `FILE:LINE`, in a few bytes each."""
-
-    def __init__(self) -> None:
-        self._sources: dict[str, int] = {}
-        self._source, self._line = array("i"), array("q")
-
-    def append(self, row: Row) -> None:
-        self._source.append(self._sources.setdefault(row.source, len(self._sources)))
-        self._line.append(row.line)
-
-    def __len__(self) -> int:
-        return len(self._line)
-
-    def __getitem__(self, index: int) -> str:
-        return f"{list(self._sources)[self._source[index]]}:{self._line[index]}"
-
-    def within(self, index: int) -> list[str]:
-        """Of all that is learnt at once."""
-        return [self[index]]
-
-    def by_source(self) -> dict[str, list[int]]:
-        """The numbers of the rows of each source."""
-        found: list[list[int]] = [[] for _ in self._sources]
-        for number, source in enumerate(self._source):
-            found[source].append(number)
-        return {name: numbers for name, numbers in zip(self._sources, found, strict=True) if numbers}
-
-    def in_order(self, numbers: Sequence[int]) -> Places:
-        """Those of rows in another order."""
-        made = Places()
-        made._sources = self._sources
-        made._source, made._line = (array(a.typecode, (a[n] for n in numbers)) for a in (self._source, self._line))
-        return made
-
-
 class Rows(Sequence[Row]):
     """Checked rows of one or more files. What stays in memory is where each row lies; a row is parsed when asked for.
 
@@ -141,7 +107,7 @@ class Rows(Sequence[Row]):
             return self.take(range(*index.indices(len(self))))
         number, record = self._where[index]
         source = self._sources[number]
-        return _row(source, *source.record(record), self._form)
+        return source.row(record) if isinstance(source, RowSource) else _row(source, *source.record(record), self._form)
 
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
@@ -155,6 +121,27 @@ class Rows(Sequence[Row]):
     def take(self, indices: Iterable[int]) -> Rows:
         """The rows with these numbers, in this order."""
         return Rows(self._sources, _Where(self._where[i] for i in indices), self.skipped, self._form)
+
+    def and_of(self, sources: Sequence[RowSource], chosen: Sequence[Sequence[int]], skipped: Sequence[BadRow]) -> Rows:
+        """These rows, and behind them the `chosen` ones of each of `sources`."""
+        first = len(self._sources)
+        more = ((first + number, record) for number, records in enumerate(chosen) for record in records)
+        where = _Where(chain(self._where, more))
+        rows = Rows([*self._sources, *sources], where, [*self.skipped, *skipped], self._form)
+        rows.fields = self.fields
+        return rows
+
+    @property
+    def ready(self) -> bool:
+        """Whether any of them were read before."""
+        return any(isinstance(source, RowSource) for source in self._sources)
+
+    def by_source(self) -> list[tuple[Source, list[tuple[int, int]]]]:
+        """Each source with the numbers of its rows and those of their records, in order."""
+        found: list[list[tuple[int, int]]] = [[] for _ in self._sources]
+        for number, (source, record) in enumerate(self._where):
+            found[source].append((number, record))
+        return [(source, numbers) for source, numbers in zip(self._sources, found, strict=True) if numbers]
 
     def split(self, share: float, seed: int = 0) -> tuple[Rows, Rows]:
         """Two parts without a row in common, in file order: the rows to train on and `share` of them held out. Of rows
@@ -182,8 +169,13 @@ class Rows(Sequence[Row]):
     def checksums(self) -> array[int]:
         """Four bytes for each row, by which one whose record was edited, or another one in its place, is known."""
         sums = array("I")
-        for content in self.records():
-            sums.append(zlib.crc32(json.dumps(content, sort_keys=True, default=repr).encode()))
+        for number, record in self._where:
+            source = self._sources[number]
+            if isinstance(source, RowSource):
+                sums.append(source.checksum(record))
+            else:
+                content = source.record(record)[1]
+                sums.append(zlib.crc32(json.dumps(content, sort_keys=True, default=repr).encode()))
         return sums
 
     def texts(self) -> Iterator[str]:
@@ -262,8 +254,7 @@ def read_rows(
             raise DataError(f"{name} holds no row. Expected: {form.expected}")
         bad.extend(unusable)
         if limit is not None and usable:
-            whole, part = divmod(limit, len(usable))
-            usable = usable * whole + array("q", sorted(random.Random(seed).sample(usable, part)))
+            usable = drawn(usable, limit, seed)
         parts.append([(number, record) for record in usable])
     if not others:
         check_columns([source.name for source in opened], columns or {}, list(fields))
@@ -276,6 +267,12 @@ def read_rows(
     rows = Rows(opened, where, bad, form)
     rows.fields = list(fields)
     return rows
+
+
+def drawn(records: array[int], limit: int, seed: int) -> array[int]:
+    """So many of these, sampled, or as often as they go into that number and the rest sampled."""
+    whole, part = divmod(limit, len(records))
+    return records * whole + array("q", sorted(random.Random(seed).sample(records, part)))
 
 
 def _check(source: Source, form: Form) -> tuple[array[int], list[BadRow], dict[str, None]]:

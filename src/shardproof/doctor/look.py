@@ -28,7 +28,9 @@ def read_rows(config: Config, checks: list[Check]) -> tuple[Any, Any]:
     from shardproof.doctor.checks import data_checks
 
     recipe, leave_out = recipe_of(config), config.bad_rows == "skip"
-    asked = config.model_copy(update={"bad_rows": "skip", "val_dataset": [], "val_split": 0.0})
+    asked = config.model_copy(
+        update={"bad_rows": "skip", "val_dataset": [], "cached_val_dataset": [], "val_split": 0.0}
+    )
     try:
         rows, _ = recipe.read(asked)
     except DataError as error:
@@ -37,14 +39,14 @@ def read_rows(config: Config, checks: list[Check]) -> tuple[Any, Any]:
     checks += data_checks.rows(rows, leave_out)
     held_out = None
     try:
-        if config.val_dataset:
-            only = {"dataset": config.val_dataset, "interleave_prob": []}  # shares are of --dataset
+        if config.val_dataset or config.cached_val_dataset:
+            only = {"dataset": config.val_dataset, "cached_dataset": config.cached_val_dataset, "interleave_prob": []}
             held_out, _ = recipe.read(asked.model_copy(update=only))
             checks += data_checks.rows(held_out, leave_out, data_checks.HELD_OUT)
         elif config.val_split:
             rows, held_out = rows.split(config.val_split, config.seed)
     except DataError as error:
-        option = "--val-dataset" if config.val_dataset else "--val-split"
+        option = "--val-split" if config.val_split else "--val-dataset"
         checks.append(data_checks.unread(error, data_checks.HELD_OUT, option))
     return rows, held_out
 
@@ -60,15 +62,18 @@ def _encoded(config: Config, rows: Any, processing: Any) -> Any:
 
 def encoded_rows(config: Config, batch: Batch, rows: Any, processing: Any, checks: list[Check]) -> Any:
     """The encoded rows, or None."""
+    from shardproof.data.encoding.dated import keep_day
     from shardproof.data.encoding.template import set_template
     from shardproof.doctor.checks import data_checks, resume_checks
     from shardproof.train.model.loading import tokenizer_of
+    from shardproof.train.rows.cached import day_of_rows
     from shardproof.train.rows.media import check_spoken, media_limits
 
     tokenizer, leave_out, known = tokenizer_of(processing), config.bad_rows == "skip", len(rows.skipped)
     checks += data_checks.special_tokens(tokenizer)
     count, lost = data_checks.lost_files(data_checks.with_all_files(rows, config), media_limits(config, processing))
     checks += data_checks.files(count, lost, leave_out)
+    keep_day(tokenizer, day_of_rows(rows))
     try:
         set_template(processing, config.chat_template, config.template_variables)
         if not isinstance(config, RlhfDoctorConfig):

@@ -86,6 +86,7 @@ def short_run(config: Any, batch: Any, world: int, steps: int, folder: str, **mo
         "output_dir": folder,
         "overwrite": False,
         "val_dataset": [],
+        "cached_val_dataset": [],
         "val_split": 0.0,
         "eval_steps": None,
         "eval_strategy": None,

@@ -78,7 +78,9 @@ class RunFolder:
             ConfigError: the folder cannot be made, or not be written to, or another job is at work in it.
         """
         if config.output_dir is None:
-            run = cls(_next_free(Path(RUNS), f"{_stem(config.model)}-{_stem(config.dataset[0])}"))
+            run = cls(
+                _next_free(Path(RUNS), f"{_stem(config.model)}-{_stem([*config.dataset, *config.cached_dataset][0])}")
+            )
         else:
             run = cls(Path(config.output_dir).expanduser())
         try:

@@ -25,18 +25,13 @@ from shardproof.checkpoint.folder import Lock, complete
 from shardproof.data.encoding.dated import day_of, keep_day
 from shardproof.data.encoding.template import set_template
 from shardproof.data.encoding.template_syntax import check_template
-from shardproof.data.forms.converted import converted
-from shardproof.data.forms.formats import SUPERVISED, Form
-from shardproof.data.forms.names import check_left_open, named
-from shardproof.data.rows import check_columns
-from shardproof.data.sources.mixture import Mixture
 from shardproof.errors import CheckpointError, ConfigError, DataError
 from shardproof.interrupts import raise_again
 from shardproof.models.families.family import CAUSAL
 from shardproof.models.loading.classes import check_looks_back
 from shardproof.models.loading.packed import check_can_unpack
 from shardproof.models.loading.processors import file_parts
-from shardproof.plugins import check_files, load
+from shardproof.plugins import check_files
 from shardproof.train.adapters.adding import check_named_parts
 from shardproof.train.adapters.beginning import begin_adapters, check_beginning, check_begun
 from shardproof.train.adapters.begun import other_bases
@@ -74,8 +69,10 @@ from shardproof.train.resume import (
     starts,
     step_of,
 )
+from shardproof.train.rows.cached import day_of_rows
 from shardproof.train.rows.dealt import dealt, tell_other_processes
 from shardproof.train.rows.media import check_media_root, tell_other_parts, warn_of_limits
+from shardproof.train.rows.read import read as read
 from shardproof.train.saved_model import save_model
 from shardproof.train.watching.view import View, Write
 
@@ -167,39 +164,6 @@ def check(config: RunConfig, world_size: int) -> Batch:
     return batch
 
 
-def read(
-    config: RunConfig, reader: Callable[..., Any], form: Form = SUPERVISED, trained: Callable[..., Any] | None = None
-) -> tuple[Any, Any]:
-    """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy. Arguments as of `_read`.
-
-    Raises:
-        DataError: a file is missing, or a row is bad. ConfigError: an option names what no row has.
-    """
-    found = _read(config, reader, form, trained)
-    check_left_open(config.model_name, config.model_author, [*config.dataset, *config.val_dataset], *found)
-    return found
-
-
-def _read(config: RunConfig, reader: Any, form: Form, trained: Any) -> tuple[Any, Any]:
-    """`form` is what rows look like once their open names are filled in and --row-format has converted them; `trained`
-    reads the rows to train on, where they are read in another way."""
-    if config.row_format:
-        form = converted(form, config.row_format, load(config.external_plugins).find("row format", config.row_format))
-    form = named(form, [*config.dataset, *config.val_dataset], config.model_name, config.model_author)
-    how: Any = {"form": form, "bad_rows": config.bad_rows, "seed": config.seed, "columns": config.columns}
-    mixture = Mixture(tuple(config.interleave_prob), config.stopping_strategy) if config.interleave_prob else None
-    if trained is not None:
-        rows = trained(config.dataset, mixture=mixture, **how)
-    else:
-        rows = reader(config.dataset, mixture=mixture, others=bool(config.val_dataset), **how)
-    if config.val_dataset:
-        val_rows = reader(config.val_dataset, others=True, **how)
-        if trained is None:
-            check_columns([*config.dataset, *config.val_dataset], config.columns, [*rows.fields, *val_rows.fields])
-        return rows, val_rows
-    return rows.split(config.val_split, config.seed) if config.val_split else (rows, None)
-
-
 def prepare(
     config: RunConfig,
     batch: Batch,
@@ -236,7 +200,7 @@ def prepare(
         processing = load_processing(source, config)
         set_template(processing, config.chat_template, config.template_variables)
         tokenizer = tokenizer_of(processing)
-        keep_day(tokenizer, day_of_run(begin[0]) if begin else None)
+        keep_day(tokenizer, day_of_run(begin[0]) if begin else day_of_rows(rows))
         config = check_named_parts(source, config, model_kind)
         warn_of_limits(config, processing)
         encoded = encode(rows, processing)

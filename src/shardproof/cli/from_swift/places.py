@@ -60,7 +60,7 @@ INSTEAD = {
     ("export", "model_revision"): (("none",), "'hf download MODEL --revision X --local-dir FOLDER', and that folder"),
     ("export", "to_cached_dataset"): (
         ("false",),
-        "rows are encoded in each run; sft --row-cache keeps those with files",
+        "'shardproof data encode' does that",
     ),
     ("export", "hub_model_id"): (("none",), "'hf upload NAME FOLDER' afterwards"),
     ("export", "to_mcore"): (("false",), "a tool of Megatron's reads the folder that is written"),

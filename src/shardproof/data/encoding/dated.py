@@ -29,6 +29,11 @@ def keep_day(tokenizer: Any, day: date | None) -> None:
         setattr(tokenizer, _DAY, day)
 
 
+def writes_day(template: Any) -> bool:
+    """Whether a chat template writes the day."""
+    return isinstance(template, str) and bool(_CALL.search(template))
+
+
 def on_day(template: Any, day: date) -> Any:
     """A chat template that writes this day, at 0:00, where it would write when it is rendered."""
     if not isinstance(template, str):

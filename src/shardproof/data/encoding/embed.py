@@ -11,7 +11,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from shardproof.data.encoding.encode import EncodeReport, Truncation, collate, nothing_left, walk
 from shardproof.data.encoding.labelled import LabelledEncoder, longest_of
@@ -42,6 +42,10 @@ class MatchReport(EncodeReport):
     limit: int | None = None
     texts: int = 0
     most: int = 0
+
+    def plus(self, other: Self) -> Self:
+        texts, most = self.texts + other.texts, max(self.most, other.most)
+        return replace(super().plus(other), texts=texts, most=most)
 
     def __str__(self) -> str:
         parts = [f"{self.kept} rows of {self.texts} texts, {self.tokens} tokens"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from shardproof.data.encoding.beside import in_order, told_of
 from shardproof.data.encoding.columns import Columns
@@ -102,12 +102,12 @@ class EncodeReport:
         self.learnt_tokens += sum(len(piece) - piece.count(IGNORE) for _, piece in pieces)
         return pieces
 
-    def plus(self, other: EncodeReport) -> EncodeReport:
+    def plus(self, other: Self) -> Self:
         """Of these rows and those together."""
-        shortest = [one.shortest for one in (self, other) if one.rows]
+        shortest = min((one.shortest for one in (self, other) if one.rows), default=0)
         added = ("rows", "kept", "truncated", "split", "pieces", "dropped", "unlearnable", "tokens", "learnt_tokens")
         sums = {name: getattr(self, name) + getattr(other, name) for name in added}
-        return EncodeReport(**sums, longest=max(self.longest, other.longest), shortest=min(shortest, default=0))
+        return replace(self, **sums, longest=max(self.longest, other.longest), shortest=shortest)
 
     def __str__(self) -> str:
         parts = [f"{self.kept} rows, {self.tokens} tokens, {self.learnt_tokens} of them learnt"]
@@ -154,7 +154,7 @@ def encode_rows(
 
     Returns:
         A dataset with the columns `input_ids` and `labels` (-100 where nothing is learnt), in the order of the rows.
-        Its attribute `report` is an `EncodeReport`, and `places` says where its rows stand.
+        Its attribute `report` is an `EncodeReport`, `places` says where its rows stand, and `numbers` which they are.
 
     Raises:
         ConfigError: rows of messages and a tokenizer without a chat template, or one whose answers cannot be found.
@@ -162,16 +162,17 @@ def encode_rows(
     """
     checked_length(max_length)
     encoder = Encoder(tokenizer, loss, system, bad_rows)
-    report, columns, places = EncodeReport(), Columns(), Places()
+    report, columns, places, numbers = EncodeReport(), Columns(), Places(), array("q")
     bad: list[BadRow] = []
     for row, labelled in learnt_of(walk(rows, encoder.packed, workers), max_length, truncation, report, bad):
         columns.append(*labelled)
         places.append(row)
+        numbers.append(report.rows + len(bad) - 1)
     pass_over(rows, bad, report.rows, bad_rows)
     if not report.kept:
         raise DataError(nothing_left(report, max_length, bad))
     dataset = columns.dataset()
-    dataset.report, dataset.places = report, places
+    dataset.report, dataset.places, dataset.numbers = report, places, numbers
     return dataset
 
 

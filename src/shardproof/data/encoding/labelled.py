@@ -14,8 +14,8 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self
 
 from shardproof.data.encoding.encode import (
     CUT,
@@ -52,6 +52,10 @@ class LabelReport(EncodeReport):
 
     limit: int | None = None
     labels: dict[str, int] = field(default_factory=dict)
+
+    def plus(self, other: Self) -> Self:
+        labels = {name: self.labels.get(name, 0) + count for name, count in other.labels.items()}
+        return replace(super().plus(other), labels=labels)
 
     def __str__(self) -> str:
         parts = [f"{self.kept} rows, {self.tokens} tokens"]

@@ -33,6 +33,11 @@ class MediaRows(Sequence[dict[str, Any]]):
     def __init__(self, rows: Rows, numbers: array[int], encoded: Any, report: EncodeReport, places: Places) -> None:
         self._rows, self._numbers, self.encoded, self.report, self.places = rows, numbers, encoded, report, places
 
+    @staticmethod
+    def of(rows: Rows, encoded: Any) -> MediaRows:
+        """Those that were encoded to this dataset, which knows the `numbers` of its rows."""
+        return MediaRows(rows, encoded.numbers, encoded, encoded.report, encoded.places)
+
     def __len__(self) -> int:
         return len(self._numbers)
 
@@ -100,7 +105,9 @@ def encode_media_rows(
     pass_over(rows, bad, report.rows, bad_rows)
     if not report.kept:
         raise DataError(nothing_left(report, max_length, bad, CUT if text else SMALLER))
-    return MediaRows(rows, numbers, columns.dataset(), report, places)
+    dataset = columns.dataset()
+    dataset.report, dataset.places, dataset.numbers = report, places, numbers  # type: ignore[attr-defined]
+    return MediaRows.of(rows, dataset)
 
 
 def _walk(rows: Rows, encoder: MediaEncoder, workers: int, cache: RowCache | None) -> Iterator[Any]:

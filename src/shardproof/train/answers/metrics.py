@@ -94,7 +94,7 @@ def check_answering(config: SftConfig) -> None:
             if getattr(config, name) != SftConfig.model_fields[name].default:
                 raise ConfigError(f"{flag(name)} is about answers in evaluations: add --predict-with-generate.")
         return
-    if not (config.val_dataset or config.val_split):
+    if not config.holds_out:
         raise ConfigError("--predict-with-generate needs rows to evaluate on: add --val-dataset or --val-split.")
     against = {
         "--loss all": (config.loss == "all", "answers are told from questions by what is learnt"),

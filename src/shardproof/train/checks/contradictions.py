@@ -107,6 +107,7 @@ def check_together(config: RunConfig) -> None:
     if config.lr_scheduler == "constant" and warms_up:
         raise ConfigError("--lr-scheduler constant does not warm up: take constant_with_warmup, or no warm-up.")
     _check_mixture(config)
+    _check_cached(config)
     check_part_names(config.train_parts or (), config.freeze, config.part_learning_rates)
     if config.remote_media_cache and not config.allow_remote_media:
         raise ConfigError("--remote-media-cache keeps what is fetched, and nothing is: add --allow-remote-media.")
@@ -183,6 +184,22 @@ def _check_streaming(config: RunConfig) -> None:
     _refuse_with("--streaming", config, against)
 
 
+def _check_cached(config: RunConfig) -> None:
+    """What is about rows that are read, where none are, and what cached rows cannot be."""
+    cached = first_given(config, ("cached_dataset", "cached_val_dataset"))
+    if not cached:
+        return
+    if getattr(config, "streaming", False):
+        raise ConfigError(f"{cached} has all rows before training, and --streaming reads them then. Give one of them.")
+    if config.cached_dataset and config.interleave_prob:
+        raise ConfigError("--interleave-prob mixes what --dataset names: leave it or --cached-dataset out.")
+    read = ("columns", "row_format", "model_name", "model_author")
+    if not (config.dataset or config.val_dataset) and (given := first_given(config, read)):
+        raise ConfigError(
+            f"{given} is about rows that are read from --dataset, and {cached} are encoded. Leave it out."
+        )
+
+
 def check_whole(config: RunConfig, command: str) -> None:
     """Raise ConfigError for a stream where a command looks at all rows."""
     if getattr(config, "streaming", False):
@@ -194,8 +211,8 @@ def check_whole(config: RunConfig, command: str) -> None:
 
 def check_evaluation(config: RunConfig) -> None:
     """Raise ConfigError for an evaluation on nothing, or what looks at evaluations that there are none of."""
-    if config.val_dataset and config.val_split:
-        raise ConfigError("--val-dataset and --val-split are two ways to say the same: give one of them.")
+    if config.val_split and (named := first_given(config, ("val_dataset", "cached_val_dataset"))):
+        raise ConfigError(f"{named} and --val-split are two ways to say the same: give one of them.")
     given = "--eval-steps" if config.eval_steps else f"--eval-strategy {config.eval_strategy}"
     if config.eval_steps and config.eval_strategy in ("epoch", "no"):
         raise ConfigError(
@@ -207,7 +224,7 @@ def check_evaluation(config: RunConfig) -> None:
         given = given if config.evaluates else "--eval-on-start"
         if config.eval_strategy == "no":
             raise ConfigError("--eval-on-start and --eval-strategy no: leave one of them out.")
-    if (config.evaluates or config.eval_on_start) and not (config.val_dataset or config.val_split):
+    if (config.evaluates or config.eval_on_start) and not config.holds_out:
         streamed, looked_at = getattr(config, "streaming", False), config.early_stop or config.keep_best
         ways = [
             "name some with --val-dataset",

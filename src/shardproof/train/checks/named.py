@@ -21,7 +21,8 @@ NAMED = {
 def check_named(config: RunConfig) -> None:
     """Raise ConfigError unless a model and rows are named. Neither has a default: nobody wants to train on what they
     did not name."""
-    missing = {name: f"\n--{name}: {what}." for name, what in NAMED.items() if name not in config.model_fields_set}
+    there = config.model_fields_set | ({"dataset"} if config.cached_dataset else set())
+    missing = {name: f"\n--{name}: {what}." for name, what in NAMED.items() if name not in there}
     if not missing:
         return
     verb, what = "is" if len(missing) == 1 else "are", "".join(missing.values())

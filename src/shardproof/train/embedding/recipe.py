@@ -20,6 +20,7 @@ from shardproof.train.model.parts import check_reached, in_bits
 from shardproof.train.options.config import Batch, SftConfig
 from shardproof.train.options.option import flag
 from shardproof.train.options.task_losses import INFONCE, loss_of
+from shardproof.train.rows.cached import encoded_once
 from shardproof.train.rows.media import check_backbone, check_options, files_taken, media_limits, takes_files
 from shardproof.train.run import Prepared
 from shardproof.train.settings import add_in_one_order, for_sft_trainer
@@ -33,7 +34,7 @@ MEASURES = {INFONCE: ("accuracy", "mrr", "mean_pos"), **dict.fromkeys(PAIRED, ("
 def check(config: SftConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
     check_columns(config.columns, MATCH_FIELDS)
-    if config.dataset in ([], ["stdlib"]):
+    if config.dataset in ([], ["stdlib"]) and not config.cached_dataset:
         raise ConfigError("--task embedding needs rows with a 'positive': name a file of them with --dataset.")
     loss = loss_of(config)
     if loss not in MEASURES:
@@ -126,21 +127,20 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
 def encoded_by(config: SftConfig, rows: Any, processing: Any, encoder: Any) -> Any:
     """What an encoder makes of rows, by these options: of a model that takes files they are read again in training."""
     from shardproof.data.encoding.beside import as_many_as_help
-    from shardproof.data.encoding.embed import encode_matches
+    from shardproof.data.encoding.embed import MatchReport, encode_matches
     from shardproof.data.media.rows import MediaRows
 
-    encoded = encode_matches(
-        rows,
-        tokenizer_of(processing),
-        encoder,
+    to_learn = partial(
+        encode_matches,
+        tokenizer=tokenizer_of(processing),
+        encoder=encoder,
         max_length=config.max_length,
         truncation=config.truncation,
         bad_rows=config.bad_rows,
         workers=as_many_as_help(config.workers),
     )
-    if not files_taken(processing):
-        return encoded
-    return MediaRows(rows, encoded.numbers, encoded, encoded.report, encoded.places)
+    encoded = encoded_once(config, rows, processing, to_learn, MatchReport)
+    return MediaRows.of(rows, encoded) if files_taken(processing) else encoded
 
 
 def media_encoder(config: SftConfig, processing: Any) -> Any:

@@ -8,6 +8,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardproof.data.cached import said_in
 from shardproof.data.rows import parse_spec
 from shardproof.errors import ConfigError, did_you_mean
 
@@ -38,7 +39,12 @@ def best_of(config: SftConfig) -> str:
 
 def _told_apart(config: SftConfig) -> Sequence[str]:
     """The names of the files that an evaluation tells apart; none where it tells of all rows only."""
-    sources = dict.fromkeys(parse_spec(name)[0] for name in config.val_dataset or config.dataset)
+    held_out = config.val_dataset or config.cached_val_dataset
+    read, cached = (
+        (config.val_dataset, config.cached_val_dataset) if held_out else (config.dataset, config.cached_dataset)
+    )
+    of_folders = (name for spec in cached for name in said_in(parse_spec(spec)[0])["sources"])
+    sources = dict.fromkeys([*(parse_spec(name)[0] for name in read), *of_folders])
     return names_of([*sources]) if 1 < len(sources) <= MOST and not config.packing else ()
 
 

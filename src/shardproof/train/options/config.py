@@ -6,9 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from shardproof.data.sources.mixture import Stopping
 from shardproof.train.options.batch import DEFAULT_MICRO_BATCH, Batch, batch_of
-from shardproof.train.options.model_options import ModelOptions
+from shardproof.train.options.data_options import DataOptions
 from shardproof.train.options.option import (
     SAVE_STEPS,
     Arguments,
@@ -26,7 +25,7 @@ SELECTIVE = "selective"
 EIGHT_BITS, MUON, GALORE, ADAFACTOR = "adamw_8bit", "muon", "galore", "adafactor"
 
 
-class RunConfig(ModelOptions, Times):
+class RunConfig(DataOptions, Times):
     """What every recipe needs to know, under the name it has everywhere.
 
     Attributes:
@@ -37,66 +36,8 @@ class RunConfig(ModelOptions, Times):
     model_config = ConfigDict(extra="forbid", validate_default=False)
     command: ClassVar[str]
     sources: ClassVar[tuple[str, ...]] = (
-        *("model", "adapters", "dataset", "val_dataset", "media_root", "external_plugins"),
-    )
-
-    dataset: list[str] = option(
-        "Data", [], "required: JSONL, JSON, CSV, TSV, Parquet files, or OWNER/NAME on the hub; X#99: 99 rows; 'stdlib'"
-    )
-    interleave_prob: list[Annotated[float, Field(gt=0, le=1)]] = option(
-        "Data", [], "mix datasets: the share of rows from each --dataset, 0.7 0.3 (default: all rows of all)"
-    )
-    stopping_strategy: Stopping = option(
-        "Data", "first_exhausted", "with --interleave-prob: end an epoch when the first dataset runs out, or the last"
-    )
-    val_dataset: list[str] = option("Data", [], "datasets to evaluate on, named as those of --dataset")
-    val_split: float = option(
-        "Data", 0.0, "share of the rows to hold out for evaluation, instead of --val-dataset", ge=0, lt=1
-    )
-    columns: dict[str, str] = option("Data", {}, "fields of other names in the files: query=question,response=answer")
-    model_name: list[str] = option(
-        "Data", [], "what rows of self-cognition say instead of {{NAME}}: a name, or a Chinese and an English one"
-    )
-    model_author: list[str] = option("Data", [], "the same of {{AUTHOR}}: who made the model")
-    bad_rows: Literal["stop", "skip"] = option(
-        "Data", "stop", "at a bad row, stop the run, or skip the row and list it in skipped.txt"
-    )
-    max_length: int = option("Data", 1024, "longest row in tokens", ge=2)
-    truncation: Literal["drop", "right", "left", "split", "raise"] = option(
-        "Data", "drop", "longer rows: leave out, cut at the end or beginning, split (raw text only), or an error"
-    )
-    system: str | None = option("Data", None, "system message for rows that have none")
-    chat_template: str | None = option(
-        "Data", None, "'chatml', a file with a Jinja template, or the template itself (default: the tokenizer's)"
-    )
-    template_variables: Texts = option(
-        "Data", {}, "variables of the chat template, in training and in the saved model: enable_thinking=false"
-    )
-
-    media_root: str | None = option(
-        "Media", None, "folder that pictures, sounds and videos lie in (default: that of the dataset file)"
-    )
-    allow_remote_media: bool = option(
-        "Media", False, "download files that rows name by http or https; without it such rows are bad"
-    )
-    remote_media_cache: str | None = option(
-        "Media", None, "folder that keeps downloads, so that each file is downloaded once (default: at each use)"
-    )
-    max_pixels: int | None = option("Media", None, "scale pictures and frames of more pixels down to so many", ge=1)
-    max_seconds: Finite = option("Media", 60.0, "longest sound or video; a longer one makes a bad row", gt=0)
-    max_frame_pixels: int | None = option("Media", None, "the same of videos' frames (default: --max-pixels)", ge=1)
-    max_frames: int = option("Media", 16, "frames that are taken of a video at most, evenly spread", ge=1)
-    fps: Finite | None = option(
-        "Media", None, "frames per second that are taken of a video (default: as many as --max-frames)", gt=0
-    )
-    lost_files: Literal["skip", "stop"] = option(
-        "Media", "skip", "when a file is gone or changed in mid-training, skip its row, or stop the run"
-    )
-    workers: int = option(
-        "Media",
-        2,
-        "processes per rank that read and decode while training (before, all cores); 0: only the rank itself",
-        ge=0,
+        *("model", "adapters", "dataset", "val_dataset", "cached_dataset", "cached_val_dataset"),
+        *("media_root", "external_plugins"),
     )
 
     stage: int = option(
@@ -264,6 +205,11 @@ class RunConfig(ModelOptions, Times):
     def rate(self) -> float:
         """The learning rate."""
         return self.learning_rate
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are rows to evaluate on."""
+        return bool(self.val_dataset or self.cached_val_dataset or self.val_split)
 
     @property
     def talks(self) -> bool:

@@ -243,7 +243,7 @@ class RlhfConfig(RunConfig):
     @property
     def evaluated(self) -> bool:
         """Whether there are rows to evaluate on, in training or at its end."""
-        return bool(self.val_dataset or self.val_split) and self.eval_strategy != "no"
+        return self.holds_out and self.eval_strategy != "no"
 
     def batch(self, world_size: int) -> Batch:
         """As of every run. Where answers are generated and no size is given, it is one that their number divides."""

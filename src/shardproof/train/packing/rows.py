@@ -25,6 +25,8 @@ GROUPS = ("Data", "Media")  # of a run's options, what says how rows are read
 OTHERWISE = (
     "dataset",
     "val_dataset",
+    "cached_dataset",
+    "cached_val_dataset",
     "interleave_prob",
     "val_split",
     "streaming",

@@ -37,7 +37,7 @@ GENERATIVE = "generative_reranker"  # of --task: no head, but an answer
 def check(config: SftConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
     check_columns(config.columns, MATCH_FIELDS)
-    if config.dataset in ([], ["stdlib"]):
+    if config.dataset in ([], ["stdlib"]) and not config.cached_dataset:
         raise ConfigError(f"--task {config.task} needs rows with a 'positive': name a file of them with --dataset.")
     if config.task == GENERATIVE:
         check_variables(config.template_variables)

@@ -310,7 +310,7 @@ def _check_generations(config: RlhfConfig, batch: Batch) -> None:
             "Raise --per-device-batch-size, --gradient-accumulation-steps or --steps-per-generation to a multiple of"
             f" {batch.sequence}."
         )
-    judged, option = batch.micro * batch.world_size, "--val-dataset" if config.val_dataset else "--val-split"
+    judged, option = batch.micro * batch.world_size, "--val-split" if config.val_split else "--val-dataset"
     if config.evaluated and judged % config.generations:
         enough = config.generations // math.gcd(config.generations, batch.world_size)
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,7 @@ from shardproof.data.forms.fields import kind_of
 from shardproof.data.forms.formats import Form, with_system
 from shardproof.data.forms.parts import Problem
 from shardproof.data.forms.preferences import JUDGED, PAIRS, PROMPTS
-from shardproof.data.rows import BadRow, Places, pass_over
+from shardproof.data.rows import BadRow, Places, Rows, pass_over
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.loading.processors import processor_class
 from shardproof.train.model.loading import first_line, tokenizer_of
@@ -22,6 +23,7 @@ from shardproof.train.rlhf.environments import Shown
 from shardproof.train.rlhf.pictures import encode_pictured, first_with_files
 from shardproof.train.rlhf.reward_calls import TAKEN
 from shardproof.train.rlhf.tools import check_called
+from shardproof.train.rows.cached import encoded_once
 
 
 def form_of(config: RlhfConfig) -> Form:
@@ -57,6 +59,17 @@ class PairReport:
             self.longest_kept, self.longest_at = length, row.where
         return fits
 
+    def plus(self, other: PairReport) -> PairReport:
+        """Of these rows and those together."""
+        longest = max(self, other, key=lambda report: report.longest_kept)
+        largest = max(self, other, key=lambda report: report.largest_token)
+        return PairReport(
+            **{name: getattr(self, name) + getattr(other, name) for name in ("rows", "kept", "cut")},
+            longest=max(self.longest, other.longest),
+            **{name: getattr(longest, name) for name in ("longest_kept", "longest_at")},
+            **{name: getattr(largest, name) for name in ("largest_token", "largest_at")},
+        )
+
     def __str__(self) -> str:
         text = f"{self.kept:,} rows of up to {self.longest:,} tokens"
         return text + (f"; {self.rows - self.kept:,} left out as too long" if self.rows > self.kept else "")
@@ -68,9 +81,6 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
     Args:
         files_at: where the run has a row with files; by default these rows are all it has.
     """
-    import datasets
-    import pyarrow
-
     check_called(config, processing)
     if files_at := first_with_files(rows) if files_at is None else files_at:
         if config.precompute_ref:
@@ -91,9 +101,20 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
         prompts = config.rlhf_type in REWARDED
         if processing is tokenizer_of(processing):
             raise ConfigError(f"{files_at}: rows name files, and {config.model} is a model of text.")
+        if isinstance(rows, Rows) and rows.ready:
+            raise ConfigError("--cached-dataset: in rlhf rows with files are encoded in each run. Name their files.")
         return encode_pictured(config, rows, processing, partial(example_of, config), prompts, PairReport())
-    report, kept, places, bad = PairReport(), [], Places(), []
-    for row, (example, found) in _examples(config, rows, tokenizer_of(processing)):
+    to_learn, answered = partial(_encoded, config, tokenizer=tokenizer_of(processing)), writes_all_answers(config)
+    return encoded_once(config, rows, processing, to_learn, PairReport, seq_kd=answered)
+
+
+def _encoded(config: RlhfConfig, rows: Any, tokenizer: Any) -> Any:
+    """The same of rows of text, with the `numbers` of those that are kept."""
+    import datasets
+    import pyarrow
+
+    report, kept, places, bad, numbers = PairReport(), [], Places(), list[BadRow](), array("q")
+    for row, (example, found) in _examples(config, rows, tokenizer):
         if isinstance(found, str):
             bad.append(BadRow(row.source, row.line, found))
             continue
@@ -106,6 +127,7 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
             report.largest_token, report.largest_at = largest, row.where
         kept.append(example)
         places.append(row)
+        numbers.append(report.rows + len(bad) - 1)
     pass_over(rows, bad, report.rows, config.bad_rows)
     report.kept = len(kept)
     if not kept:
@@ -122,7 +144,7 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
         dataset = datasets.Dataset.from_dict(columns, on_mixed_types="use_json")
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
         raise DataError(f"The rows cannot be put together: {first_line(error)}") from error
-    dataset.report, dataset.places = report, places
+    dataset.report, dataset.places, dataset.numbers = report, places, numbers
     return dataset
 
 

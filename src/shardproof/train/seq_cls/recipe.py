@@ -22,6 +22,7 @@ from shardproof.train.model.parts import check_reached, in_bits
 from shardproof.train.model.reward_models import pads_with
 from shardproof.train.options.config import Batch, SftConfig
 from shardproof.train.plugin_calls import own_metric
+from shardproof.train.rows.cached import encoded_once
 from shardproof.train.rows.media import check_backbone, check_options, check_templated, files_taken, media_limits
 from shardproof.train.run import Prepared
 from shardproof.train.seq_cls.labelling import labels_of, load_classifier, new_modules, resolved
@@ -32,7 +33,7 @@ from shardproof.train.watching.view import View, Write
 def check(config: SftConfig, world_size: int) -> Batch:
     """What can be known from the options alone; imports nothing heavy."""
     check_columns(config.columns, LABELLED_FIELDS)
-    if config.dataset in ([], ["stdlib"]):
+    if config.dataset in ([], ["stdlib"]) and not config.cached_dataset:
         raise ConfigError("--task seq_cls needs rows with a 'label': name a file of them with --dataset.")
     batch = run.check(config, world_size)
     _check_measured(config)
@@ -45,7 +46,7 @@ def _check_measured(config: SftConfig) -> None:
     if best == "mae":
         raise ConfigError("--best-metric mae: of what is no loss more is better. Take loss, or pearson.")
     check_best(config, ("loss", *there, *config.metrics), f"loss, {', '.join(there)} and --metrics")
-    if config.metrics and not (config.val_dataset or config.val_split):
+    if config.metrics and not config.holds_out:
         raise ConfigError("--metrics needs rows to evaluate on: add --val-dataset or --val-split.")
     if taken := next((name for name in config.metrics if name in there), None):
         raise ConfigError(f"--metrics {taken}: an evaluation has that anyway. Give yours another name.")
@@ -78,7 +79,7 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
 def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     """The token ids of the rows, and their labels; its `report` says what became of them."""
     from shardproof.data.encoding.beside import as_many_as_help
-    from shardproof.data.encoding.labelled import LabelledEncoder, encode_labelled
+    from shardproof.data.encoding.labelled import LabelledEncoder, LabelReport, encode_labelled
     from shardproof.data.media.rows import MediaRows
 
     files, tokenizer = files_taken(processing), tokenizer_of(processing)
@@ -86,17 +87,20 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
         check_files(config)
     if config.plain:
         processing.chat_template = None  # here, and in the model that comes out
-    encoded = encode_labelled(
-        rows,
-        tokenizer,
-        media_encoder(config, processing) if files else LabelledEncoder(tokenizer, config.system),
-        labels_of(config),
+    labels = labels_of(config)
+    to_learn = partial(
+        encode_labelled,
+        tokenizer=tokenizer,
+        encoder=media_encoder(config, processing) if files else LabelledEncoder(tokenizer, config.system),
+        labels=labels,
         max_length=config.max_length,
         truncation=config.truncation,
         bad_rows=config.bad_rows,
         workers=as_many_as_help(config.workers),
     )
-    return MediaRows(rows, encoded.numbers, encoded, encoded.report, encoded.places) if files else encoded
+    known = {"label_names": labels.names, "problem_type": labels.problem}
+    encoded = encoded_once(config, rows, processing, to_learn, LabelReport, **known)
+    return MediaRows.of(rows, encoded) if files else encoded
 
 
 def check_files(config: SftConfig) -> None:

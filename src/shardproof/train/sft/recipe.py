@@ -29,6 +29,7 @@ from shardproof.train.model.loading import load_model, tokenizer_of
 from shardproof.train.model.parts import check_reached, in_bits
 from shardproof.train.options.config import Batch, SftConfig
 from shardproof.train.plugin_calls import own_loss, own_metric
+from shardproof.train.rows.cached import encoded_once
 from shardproof.train.rows.media import check_codes, check_options, check_spoken, media_limits
 from shardproof.train.rows.plain import warn_of_plain
 from shardproof.train.run import Prepared
@@ -46,7 +47,7 @@ def check(config: SftConfig, world_size: int) -> Batch:
         raise ConfigError(
             "--train-parts talker: with --enable-audio-output no there is no talker. Leave one of them out."
         )
-    if config.metrics and not (config.val_dataset or config.val_split):
+    if config.metrics and not config.holds_out:
         raise ConfigError("--metrics needs rows to evaluate on: add --val-dataset or --val-split.")
     if config.fp8 and importlib.util.find_spec("torchao") is None:
         raise ConfigError("--fp8 needs torchao: pip install 'shardproof[fp8]'")
@@ -183,30 +184,34 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
 
     streams = not hasattr(rows, "__len__")
     if tokenizer_of(processing) is not processing:
-        from shardproof.data.media.rows import encode_media_rows
+        from shardproof.data.media.rows import MediaRows, encode_media_rows
         from shardproof.data.row_cache import RowCache
 
         _check_laid_out_files(config)
         if TALKER in (config.train_parts or ()):
             check_codes(config.model, rows)
         check_options(config, streams)
-        encoder = media_encoder(config, processing)
-        encoded = encode_media_rows(
-            rows,
-            encoder,
+        encoder, speaks = media_encoder(config, processing), TALKER in (config.train_parts or ())
+        of_files = partial(
+            encode_media_rows,
+            encoder=encoder,
             max_length=config.max_length,
             truncation=config.truncation,
             bad_rows=config.bad_rows,
             workers=as_many_as_help(config.workers),
-            speaks=TALKER in (config.train_parts or ()),
+            speaks=speaks,
             cache=RowCache(Path(config.row_cache).expanduser(), encoder) if config.row_cache else None,
         )
-        return PackedMediaRows(encoded, config.max_length) if config.packing else encoded
+        found = encoded_once(
+            config, rows, processing, lambda some: of_files(some).encoded, loss=_learnt(config), train_parts=speaks
+        )
+        seen = MediaRows.of(rows, found)
+        return PackedMediaRows(seen, config.max_length) if config.packing else seen
     if streams:
         return _encoded_later(config, rows, processing)
-    encoded = encode_rows(
-        rows,
-        processing,
+    to_learn = partial(
+        encode_rows,
+        tokenizer=processing,
         max_length=config.max_length,
         loss=_learnt(config),
         truncation=config.truncation,
@@ -214,6 +219,7 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
         bad_rows=config.bad_rows,
         workers=as_many_as_help(config.workers),
     )
+    encoded = encoded_once(config, rows, processing, to_learn, loss=_learnt(config))
     return pack_rows(encoded, config.max_length) if config.packing else encoded
 
 

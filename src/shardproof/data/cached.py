@@ -1,0 +1,242 @@
+"""Encoded rows in a folder, written once by `shardproof data encode` and trained on any number of times.
+
+[Note: what is kept] Beside what rows were encoded to lie the rows themselves, as they were read, in their order, those
+that were left out among them: a run that goes on compares their checksums, a model with files reads these again, and
+checks look at words. All of it is mapped from disk, and shared by the processes of a machine.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import os
+import shutil
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import date
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from shardproof.data.rows import BadRow, Places, Row, Rows, RowSource, parse_spec
+from shardproof.errors import ConfigError, DataError
+
+SAID, ENCODED, ROWS = "cached.json", "encoded", "rows"  # in a folder
+OF, BYTES = "number of the row", "bytes in base64"  # a column of what was encoded; a value of a row
+FORM = 1  # of such a folder, as this release writes it
+AT_ONCE = 10_000  # rows that are put into a table together
+
+
+class CachedRows(RowSource):
+    """The rows of such a folder.
+
+    Args:
+        name: of the folder, as the user wrote it.
+
+    Attributes:
+        said: what was said of them when they were written: see `write`.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+
+    def __init__(self, name: str) -> None:
+        import datasets
+
+        folder = Path(name).expanduser()
+        self.name, self.columns, self.folder, self.said = name, {}, folder, said_in(name)
+        with _quietly():
+            self._rows = datasets.load_from_disk(str(folder / ROWS))
+        self._sums = array("I", self._rows.data.column("sum").to_numpy().tobytes())
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def records(self) -> Iterator[tuple[int, int, Any]]:
+        return ((number, *self.record(number)) for number in range(len(self)))
+
+    def record(self, number: int) -> tuple[int, Any]:
+        row = self.row(number)
+        return row.line, {"messages": row.messages, **row.extra}
+
+    def row(self, number: int) -> Row:
+        table = self._rows.data
+        messages, extra, kind = json.loads(table.column("row")[number].as_py(), object_hook=_with_bytes)
+        source = self.said["sources"][table.column("source")[number].as_py()]
+        return Row(messages, source, table.column("line")[number].as_py(), extra, kind)
+
+    def checksum(self, number: int) -> int:
+        return self._sums[number]
+
+    @property
+    def skipped(self) -> list[BadRow]:
+        """The bad rows that were left out."""
+        return [BadRow(*row) for row in self.said["skipped"]]
+
+    @cached_property
+    def _encoded(self) -> tuple[Any, Any]:
+        """What they were encoded to, a dataset, and of each of its rows the number of the one that it was.
+
+        Where nobody may write beside it, it is read into memory: `datasets` keeps what it makes of rows of a disk in
+        their folder.
+        """
+        import datasets
+
+        place = self.folder / ENCODED
+        with _quietly():
+            found = datasets.load_from_disk(str(place), keep_in_memory=not os.access(place, os.W_OK))
+        return found.remove_columns([OF]), found.data.column(OF).to_numpy()
+
+    def encoded(self, wanted: Sequence[int], longest: int | None = None) -> tuple[Any, bool]:
+        """What these rows were encoded to, in their order, without those of more tokens than `longest`: a dataset with
+        `places`, and `numbers` among the wanted ones; and whether it is all there is."""
+        import numpy as np
+
+        dataset, numbers = self._encoded
+        first, last = (np.searchsorted(numbers, wanted, side) for side in ("left", "right"))
+        places = np.concatenate([np.arange(*ends) for ends in zip(first, last, strict=True)] or [numbers[:0]])
+        of = np.repeat(np.arange(len(wanted)), last - first)
+        if longest is not None:
+            short = _lengths(dataset)[places] <= longest
+            places, of = places[short], of[short]
+        whole = len(places) == len(numbers) and bool((places == np.arange(len(numbers))).all())
+        with _quietly():  # chosen rows lie on a disk of their own, too: whoever looks at a table sees no choice
+            found = dataset if whole else dataset.select(places).flatten_indices()
+        source, line = (self._rows.data.column(name).to_numpy() for name in ("source", "line"))
+        rows = numbers[places]
+        found.places = Places.of(self.said["sources"], source[rows], line[rows])
+        found.numbers = array("q", of.astype("int64").tobytes())
+        return found, whole and len(wanted) == len(self)
+
+
+def _lengths(dataset: Any) -> Any:
+    import pyarrow.compute
+
+    return pyarrow.compute.list_value_length(dataset.with_format("arrow")["input_ids"][:]).to_numpy()
+
+
+def counted(dataset: Any) -> tuple[int, int]:
+    """The tokens of rows, and how many of them are learnt."""
+    import numpy as np
+
+    ids, learnt = 0, 0
+    for start in range(0, len(dataset), AT_ONCE):
+        labels = dataset.with_format("arrow")[start : start + AT_ONCE]["labels"].combine_chunks().flatten().to_numpy()
+        ids, learnt = ids + len(labels), learnt + int(np.count_nonzero(labels != -100))
+    return ids, learnt
+
+
+def said_in(name: str) -> dict[str, Any]:
+    """What a folder says of its rows.
+
+    Raises:
+        ConfigError: it is no folder of encoded rows, or one that this release does not read.
+    """
+    folder = Path(name).expanduser()
+    try:
+        said: dict[str, Any] = json.loads((folder / SAID).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        inside = sorted(file.parent.name for file in folder.glob(f"*/{SAID}"))
+        there = f" It has {' and '.join(inside)} in it: name one." if inside else ""
+        what = "is no folder of encoded rows" if folder.exists() else "does not exist"
+        raise ConfigError(f"{name} {what}.{there}\n'shardproof data encode' writes such a folder.") from None
+    if said.get("form") != FORM:
+        raise ConfigError(f"{name} was written by another release of shardproof. Encode its rows again.")
+    return said
+
+
+def opened(specs: Sequence[str]) -> tuple[list[CachedRows], list[int | None]]:
+    """The folders that these words name, and how many rows of each are to be taken: `DIR#1000`."""
+    parsed = [parse_spec(spec) for spec in specs]
+    return [CachedRows(name) for name, _ in parsed], [limit for _, limit in parsed]
+
+
+def write(folder: Path, rows: Rows, encoded: Any, said: dict[str, Any], day: date) -> None:
+    """Keep rows and what they were encoded to.
+
+    Args:
+        folder: is made, and replaced where it is there.
+        encoded: a dataset with `numbers` and `report`.
+        said: what a run has to have in common with what encoded them.
+        day: which a chat template writes.
+
+    Raises:
+        DataError: a row holds what cannot be kept. ConfigError: the folder cannot be written.
+    """
+    import numpy as np
+
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    sources: dict[str, int] = {}
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        with _quietly():
+            _table(rows, sources).save_to_disk(str(unfinished / ROWS))
+            numbers = np.frombuffer(encoded.numbers, dtype=np.int64)
+            encoded.add_column(OF, numbers).save_to_disk(str(unfinished / ENCODED))
+        told = {
+            "form": FORM,
+            **said,
+            "day": str(day),
+            "report": dataclasses.asdict(encoded.report),
+            "sources": list(sources),
+            "skipped": [[row.source, row.line, row.problem] for row in rows.skipped],
+        }
+        (unfinished / SAID).write_text(json.dumps(told, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(unfinished, folder)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror or error}.") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _table(rows: Rows, sources: dict[str, int]) -> Any:
+    """The rows as a dataset; `sources` takes the names of their files, with their numbers."""
+    import datasets
+    import pyarrow as pa
+
+    tables = []
+    for start in range(0, len(rows), AT_ONCE):
+        some = [rows[number] for number in range(start, min(start + AT_ONCE, len(rows)))]
+        columns = {
+            "row": pa.array([_text(row) for row in some], pa.large_string()),
+            "source": pa.array([sources.setdefault(row.source, len(sources)) for row in some], pa.int32()),
+            "line": pa.array([row.line for row in some], pa.int64()),
+        }
+        tables.append(pa.table(columns))
+    sums = pa.array(rows.checksums(), pa.uint32())
+    return datasets.Dataset(pa.concat_tables(tables).append_column("sum", sums))
+
+
+def _text(row: Row) -> str:
+    try:
+        return json.dumps([row.messages, row.extra, row.kind], ensure_ascii=False, default=_without_bytes)
+    except TypeError as error:
+        raise DataError(f"{row.where}: the row cannot be kept: {error}. Train on its file itself.") from None
+
+
+def _without_bytes(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {BYTES: base64.b64encode(value).decode()}
+    raise TypeError(f"it holds a value of the type {type(value).__name__}")
+
+
+def _with_bytes(value: dict[str, Any]) -> Any:
+    return base64.b64decode(value[BYTES]) if value.keys() == {BYTES} else value
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the bars of `datasets`."""
+    import datasets
+
+    shown = datasets.utils.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()

@@ -1,0 +1,35 @@
+"""Sources of rows that were read before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardproof.data.rows import Row
+
+
+class RowSource:
+    """A source whose records are rows already, each with the checksum of the record that it was: see cached.py."""
+
+    name: str
+    columns: dict[str, str]
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def records(self) -> Iterator[tuple[int, int, Any]]:
+        """As of any source."""
+        raise NotImplementedError
+
+    def record(self, number: int) -> tuple[int, Any]:
+        """As of any source."""
+        raise NotImplementedError
+
+    def row(self, number: int) -> Row:
+        """One of its rows."""
+        raise NotImplementedError
+
+    def checksum(self, number: int) -> int:
+        """Four bytes, see `Rows.checksums`."""
+        raise NotImplementedError

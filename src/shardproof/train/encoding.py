@@ -1,0 +1,58 @@
+"""The rows of a run, encoded once and kept in a folder, for `--cached-dataset` of runs to come."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardproof.data.cached import write
+from shardproof.data.encoding.dated import day_of
+from shardproof.data.encoding.template import set_template
+from shardproof.errors import ConfigError
+from shardproof.train import run
+from shardproof.train.folder import BASE
+from shardproof.train.model.changes import tokens_of
+from shardproof.train.model.loading import load_processing, tokenizer_of
+from shardproof.train.options.config import RunConfig
+from shardproof.train.rlhf.pictures import are_pictured
+
+TRAIN, VAL = "train", "val"  # folders of rows to train on, and of those to evaluate on
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Rows that were encoded: where they lie, and what became of them."""
+
+    folder: Path
+    report: Any
+    skipped: int
+
+
+def encode(config: RunConfig, folder: Path) -> list[Kept]:
+    """Write the rows to train on to `train` in a folder, and those to evaluate on, if there are any, to `val`.
+
+    Raises:
+        ConfigError, DataError: what the run would say before training; the folder cannot be written.
+    """
+    recipe: Any = run.recipe_of(config)
+    rows, val_rows = recipe.read(config)
+    config = config.model_copy(update={"packing": False} if hasattr(config, "packing") else {})
+    if names := getattr(config, "new_special_tokens", []):
+        config = config.model_copy(update={"new_special_tokens": tokens_of(names)})
+    made = []
+    with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
+        processing = load_processing(run.model_source(config, Path(scratch) / BASE, rows), config)
+        set_template(processing, config.chat_template, config.template_variables)
+        day = day_of(tokenizer_of(processing))
+        for name, those in ((TRAIN, rows), (VAL, val_rows)):
+            if those is None:
+                continue
+            encoded = recipe.encode(config, those, processing)
+            encoded = getattr(encoded, "encoded", encoded)  # of rows with files, which are read again in training
+            if are_pictured(encoded):
+                raise ConfigError("Rows with files are encoded in each run of rlhf: it reads them in training anyway.")
+            write(folder / name, those, encoded, encoded.said, day)
+            made.append(Kept(folder / name, encoded.report, len(those.skipped)))
+    return made

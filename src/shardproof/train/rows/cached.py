@@ -1,0 +1,271 @@
+"""Rows that `shardproof data encode` has encoded: put behind those that a run reads, if the run would encode them so.
+
+[Note: the same rows] What a folder says has to be what the run says: the options below, which decide what becomes of a
+row, and the tokenizer or processor, its chat template among it, by what it writes to a folder. How long rows may be may
+differ where that changes no row, and where all that does is leave rows out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from shardproof.data.cached import CachedRows, counted, opened
+from shardproof.data.encoding.dated import day_of, writes_day
+from shardproof.data.encoding.encode import EncodeReport, nothing_left
+from shardproof.data.media.limits import LIMITS
+from shardproof.data.rows import Rows, drawn
+from shardproof.errors import ConfigError, DataError
+from shardproof.models.loading.processors import file_parts, write_processing
+from shardproof.train.model.loading import tokenizer_of
+from shardproof.train.options.config import RunConfig
+from shardproof.train.options.option import flag
+
+ANY_LENGTH = 2**31 - 1  # a longest row that no row reaches
+# Options that decide what becomes of a row, beside the tokenizer and how long it may be.
+ALIKE = ("task", "plain", "system", "rlhf_type", "tools", "environments")
+PAIRED = ("dpo", "rm", "orpo", "cpo", "simpo")  # algorithms that make the same of rows
+OF_MACHINE = ("is_local", "local_files_only", "name_or_path")  # what a tokenizer writes of where it came from
+TEMPLATE = "chat template"
+
+
+def with_cached(config: RunConfig, rows: Any, specs: Sequence[str]) -> Any:
+    """The rows, and behind them those of these folders.
+
+    Raises:
+        ConfigError: a folder is none, or its rows are encoded for something else.
+    """
+    if not specs:
+        return rows
+    sources, limits = opened(specs)
+    for source in sources:
+        _check_options(source, options_of(config))
+    every = [array("q", range(len(source))) for source in sources]
+    chosen = [
+        all_ if many is None else drawn(all_, many, config.seed) for all_, many in zip(every, limits, strict=True)
+    ]
+    return rows.and_of(sources, chosen, [row for source in sources for row in source.skipped])
+
+
+def day_of_rows(rows: Any) -> date | None:
+    """The day that rows say which were encoded before; None where there are none."""
+    days = (
+        (source.said["day"] for source, _ in rows.by_source() if isinstance(source, CachedRows)) if _any(rows) else ()
+    )
+    return next(map(date.fromisoformat, days), None)
+
+
+def _any(rows: Any) -> bool:
+    return isinstance(rows, Rows) and rows.ready
+
+
+def options_of(config: RunConfig) -> dict[str, Any]:
+    """What a folder and a run have to have in common that options say."""
+    named = {name: getattr(config, name) for name in ALIKE if name in type(config).model_fields}
+    if named.get("rlhf_type") in PAIRED:
+        named["rlhf_type"] = "/".join(PAIRED)
+    return {"command": config.command, **json.loads(json.dumps(named))}
+
+
+def said_of(config: RunConfig, processing: Any, **more: Any) -> dict[str, Any]:
+    """What a folder says of how its rows were encoded; `more`: what the recipe adds, by the names of options."""
+    if tokenizer_of(processing) is not processing:
+        more |= {name: getattr(config, name) for name in (*LIMITS, "enable_audio_output")}
+    return {
+        "options": options_of(config),
+        "more": json.loads(json.dumps(more)),
+        "processing": _processing(processing),
+        "length": [config.max_length, config.truncation],
+    }
+
+
+def encoded_once(
+    config: RunConfig,
+    rows: Any,
+    processing: Any,
+    encode: Callable[[Any], Any],
+    kind: Callable[..., Any] = EncodeReport,
+    **more: Any,
+) -> Any:
+    """What rows are encoded to: those of folders as they were, the others by `encode`. See [Note: the same rows].
+
+    Args:
+        encode: gives a dataset with `report`, `places` and `numbers`.
+        kind: of its `report`.
+        more: what decides about rows beside the options above.
+
+    Returns: a dataset with these attributes, and `said`, what a folder says of how they are encoded.
+
+    Raises:
+        ConfigError: rows were encoded in another way. DataError: none is left.
+    """
+    said = said_of(config, processing, **more)
+    if not _any(rows):
+        encoded = encode(rows)
+        encoded.said = said
+        return encoded
+    groups = rows.by_source()
+    fresh = [number for source, pairs in groups if not isinstance(source, CachedRows) for number, _ in pairs]
+    parts = []
+    if fresh:
+        some = rows.take(fresh)
+        part = encode(some)
+        rows.skipped[:] = some.skipped
+        part.numbers = array("q", (fresh[number] for number in part.numbers))
+        parts.append(part)
+    for source, pairs in groups:
+        if isinstance(source, CachedRows):
+            parts.append(_part(config, source, [record for _, record in pairs], kind, said, processing))
+            parts[-1].numbers = array("q", (pairs[number][0] for number in parts[-1].numbers))
+    encoded = _together([part for part in parts if len(part)] or parts[:1])
+    if not len(encoded):
+        raise DataError(nothing_left(encoded.report, config.max_length) if kind is EncodeReport else "No row is left.")
+    encoded.said = said
+    return encoded
+
+
+def _together(parts: Sequence[Any]) -> Any:
+    import datasets
+
+    first, *others = parts
+    if not others:
+        return first
+    try:
+        whole = datasets.concatenate_datasets(list(parts))
+    except (ValueError, TypeError) as error:
+        raise DataError(f"The rows of folders and files cannot be put together: {error}") from error
+    whole.report, whole.places, whole.numbers = first.report, first.places, array("q", first.numbers)
+    for part in others:
+        whole.report = whole.report.plus(part.report)
+        whole.places.extend(part.places)
+        whole.numbers.extend(part.numbers)
+    return whole
+
+
+def _part(
+    config: RunConfig,
+    source: CachedRows,
+    wanted: Sequence[int],
+    kind: Callable[..., Any],
+    said: dict[str, Any],
+    processing: Any,
+) -> Any:
+    """What so many of the rows of a folder were encoded to, and a report of them."""
+    _check_options(source, said["options"])
+    _check_more(source, said["more"])
+    _check_processing(config, source, said["processing"], processing)
+    report = kind(**source.said["report"])
+    longest = _longest(config, source, report, kind is EncodeReport)
+    found, whole = source.encoded(wanted, longest)
+    if not whole and isinstance(report, EncodeReport) and kind is not EncodeReport:
+        raise ConfigError(
+            f"{source.name}: of rows of --task {source.said['options'].get('task')} that were encoded before all are"
+            " taken. Leave --val-split and #N out, and hold rows out when they are encoded: 'shardproof data encode"
+            " --val-split'."
+        )
+    found.report = report if whole else _of_part(report, found, len(wanted))
+    return found
+
+
+def _of_part(report: Any, found: Any, wanted: int) -> Any:
+    """The report on some of the rows of a folder."""
+    kept = len(set(found.numbers))
+    if not isinstance(report, EncodeReport):
+        return replace(report, rows=wanted, kept=len(found))
+    tokens, learnt = counted(found)
+    numbers = {"rows": wanted, "kept": kept, "dropped": wanted - kept, "tokens": tokens, "learnt_tokens": learnt}
+    return replace(report, **numbers, unlearnable=0, truncated=min(report.truncated, kept))
+
+
+def _longest(config: RunConfig, source: CachedRows, report: Any, tokens: bool) -> int | None:
+    """The most tokens of rows that are taken; None for all that the folder has.
+
+    Raises:
+        ConfigError: rows would have become something else.
+    """
+    most, cut = source.said["length"]
+    if [most, cut] == [config.max_length, config.truncation] or report.longest <= min(most, config.max_length):
+        return None
+    if (
+        tokens
+        and config.truncation == "drop"
+        and (report.longest <= most or (cut == "drop" and config.max_length <= most))
+    ):
+        return config.max_length
+    there = "without --max-length" if most == ANY_LENGTH else f"with --max-length {most} --truncation {cut}"
+    raise ConfigError(
+        f"{source.name} was encoded {there}, and its longest row has {report.longest:,} tokens; this run has"
+        f" --max-length {config.max_length} --truncation {config.truncation}, which makes other rows of it.\n"
+        "Encode the rows again with these two, or train with those of the folder."
+    )
+
+
+def _check_options(source: CachedRows, here: dict[str, Any]) -> None:
+    there = source.said["options"]
+    if there["command"] != here["command"]:
+        raise ConfigError(
+            f"{source.name} was encoded for 'shardproof {there['command']}', and this is '{here['command']}'.\nEncode"
+            f" its rows again: 'shardproof data encode {here['command']} ...'."
+        )
+    _check_alike(source, there, here)
+
+
+def _check_more(source: CachedRows, here: dict[str, Any]) -> None:
+    _check_alike(source, source.said["more"], here)
+
+
+def _check_alike(source: CachedRows, there: dict[str, Any], here: dict[str, Any]) -> None:
+    odd = [name for name in dict.fromkeys((*there, *here)) if there.get(name) != here.get(name)]
+    if odd:
+        told = [f"{flag(name)} {_shown(there.get(name))}, and this run has {_shown(here.get(name))}" for name in odd]
+        raise ConfigError(
+            f"{source.name} was encoded with {'; '.join(told)}.\nEncode its rows again with the options of this run, or"
+            " train with those of the folder."
+        )
+
+
+def _shown(value: Any) -> str:
+    return "none" if value in (None, [], {}) else " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _check_processing(config: RunConfig, source: CachedRows, here: dict[str, str], processing: Any) -> None:
+    there, tokenizer = source.said["processing"], tokenizer_of(processing)
+    odd = [name for name in dict.fromkeys((*there, *here)) if there.get(name) != here.get(name)]
+    if odd:
+        raise ConfigError(
+            f"{source.name} was encoded with another {odd[0]} than that of this run (--model {config.model}).\nEncode"
+            " its rows again with this model and these options, or train the model that it was encoded for."
+        )
+    if writes_day(getattr(tokenizer, "chat_template", None)) and source.said["day"] != str(day_of(tokenizer)):
+        raise ConfigError(
+            f"{source.name}: the chat template writes the day, which was {source.said['day']} when its rows were"
+            f" encoded, and is {day_of(tokenizer)} in other rows of this run. Encode all of them on one day."
+        )
+
+
+def _processing(processing: Any) -> dict[str, str]:
+    """Checksums of what a tokenizer or a processor is, by what a user would call it."""
+    sums: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
+        write_processing(processing, scratch)
+        for file in sorted(file for file in Path(scratch).rglob("*") if file.is_file()):
+            template = "template" in file.name
+            name = TEMPLATE if template else "processor" if "processor" in file.name else "tokenizer"
+            sums.setdefault(name, hashlib.sha256()).update(file.name.encode() + _content(file))
+    if parts := file_parts(processing):
+        sums.setdefault("processor", hashlib.sha256()).update(json.dumps(parts).encode())
+    return {name: value.hexdigest()[:24] for name, value in sums.items()}
+
+
+def _content(file: Path) -> bytes:
+    if file.name != "tokenizer_config.json":
+        return file.read_bytes()
+    said = json.loads(file.read_text(encoding="utf-8"))
+    return json.dumps({name: said[name] for name in sorted(said) if name not in OF_MACHINE}).encode()

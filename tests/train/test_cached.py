@@ -1,0 +1,309 @@
+"""Promise: a run on rows that were encoded before is the run that encodes them, bit for bit, whatever they are for; and
+rows that it would encode in another way are refused by the option that differs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardproof.cli import data, sft
+from shardproof.data.rows import Row
+from shardproof.errors import ConfigError, DataError
+from shardproof.train.run import recipe_of
+
+CACHED = ["--cached-dataset", "RUNS/kept/train"]
+WITH_VAL = [*CACHED, "--cached-val-dataset", "RUNS/kept/val"]
+
+
+def weights(run: Any) -> bytes:
+    assert run.code == 0, run.output
+    return (run.folder / "model" / "model.safetensors").read_bytes()
+
+
+def without_rows(argv: list[str]) -> list[str]:
+    """The command without its --dataset."""
+    place = argv.index("--dataset")
+    return argv[:place] + argv[place + 2 :]
+
+
+def kept(argv: list[str], *more: str) -> list[str]:
+    """The command that encodes the rows of this one."""
+    word = ["rlhf"] if argv[0] == "rlhf" else []
+    return ["data", "encode", *word, *argv[1:], *more]
+
+
+def check_same(done: dict[str, Any], *pairs: tuple[str, str]) -> None:
+    for plain, cached in pairs:
+        assert weights(done[plain]) == weights(done[cached])
+        for key in ("loss", "grad_norm", "tokens", "eval_loss"):
+            assert done[plain].series(key) == done[cached].series(key)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("more") / "more.jsonl"
+    rows = [{"query": f"the step {number}", "response": "holds " * (number + 1)} for number in range(9)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+# --- what is the same ------------------------------------------------------------------------------
+
+
+def test_weights_are_those_of_a_run_that_encodes(commands, sft, more: str) -> None:
+    """Rows that are too long are left out by the run, which says what that is; and the folder stands behind a file."""
+    argv = sft("--max-length", "48", "--val-split", "0.2")
+    both = ["--dataset", more, argv[argv.index("--dataset") + 1]]
+    done = commands(
+        [
+            ("kept", kept(sft("--val-split", "0.2"))),
+            ("whole", kept(sft())),
+            ("plain", argv),
+            ("cached", [*without_rows(sft("--max-length", "48")), *WITH_VAL]),
+            ("both", [*without_rows(sft("--max-length", "48")), *both]),
+            ("mixed", [*without_rows(sft("--max-length", "48")), *both[:2], "--cached-dataset", "RUNS/whole/train"]),
+        ]
+    )
+    check_same(done, ("plain", "cached"), ("both", "mixed"))
+    assert "left out as too long" in done["cached"].output
+    assert (done["kept"].folder / "train" / "cached.json").is_file()
+
+
+@pytest.mark.slow
+def test_they_are_on_ranks_with_packed_rows_and_in_a_run_that_goes_on(commands, sft) -> None:
+    """A run that began with a file goes on with the folder."""
+    two = ["--nproc", "2", "--stage", "3", "--max-length", "96"]
+    long = ["--packing", "--global-batch-size", "2"]
+    done = commands(
+        [
+            ("kept", kept(sft("--max-length", "96"))),
+            ("plain", sft(*two, "--save-steps", "2")),
+            ("cached", [*without_rows(sft(*two, "--save-steps", "2")), *CACHED]),
+            ("on", [*without_rows(sft(*two, "--resume", "RUNS/plain/checkpoint-2")), *CACHED]),
+            ("back", sft(*two, "--resume", "RUNS/cached/checkpoint-2")),
+            ("packed", sft(*two, *long)),
+            ("cached packed", [*without_rows(sft(*two, *long)), *CACHED]),
+            ("stage 2", sft(*two, "--stage", "2")),
+            ("cached at stage 2", [*without_rows(sft(*two, "--stage", "2")), *CACHED]),
+        ]
+    )
+    check_same(done, ("plain", "cached"), ("packed", "cached packed"), ("stage 2", "cached at stage 2"))
+    assert weights(done["on"]) == weights(done["plain"]) == weights(done["back"])
+
+
+RAW = ["--loss", "all", "--plain", "--truncation", "split", "--max-length", "20"]
+OF_TASKS = {
+    "raw text": (RAW, [{"text": "the shard holds a rank and " * (n + 1)} for n in range(12)]),
+    "seq_cls": (
+        ["--task", "seq_cls", "--num-labels", "3"],
+        [{"query": "the shard " * (n % 4 + 1), "label": n % 3} for n in range(12)],
+    ),
+    "embedding": (
+        ["--task", "embedding"],
+        [{"query": f"step {n}", "positive": "rank " * (n % 3 + 1), "negative": "the memory"} for n in range(12)],
+    ),
+    "reranker": (
+        ["--task", "reranker"],
+        [{"query": f"step {n}", "positive": ["rank " * (n % 3 + 1)], "negative": ["the memory"]} for n in range(12)],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", OF_TASKS)
+def test_they_are_for_other_tasks(commands, sft, task: str, tmp_path: Path) -> None:
+    options, rows = OF_TASKS[task]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = sft(*options, "--dataset", str(file))
+    done = commands([("kept", kept(argv)), ("plain", argv), ("cached", [*without_rows(sft(*options)), *CACHED])])
+    check_same(done, ("plain", "cached"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [[], ["--packing", "--max-length", "400"]])
+def test_they_are_of_rows_with_files(commands, tiny_models, media_files: Path, packing: list[str]) -> None:
+    rows = [{"query": "<image>which?", "response": "two", "images": ["a.png"]}, {"query": "no", "response": "none"}] * 4
+    file = media_files / "cached.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fixed = "--max-steps 3 --global-batch-size 2 --per-device-batch-size 1 --output-dir OUT --max-pixels 4000".split()
+    argv = ["sft", "--model", str(tiny_models("qwen2_5_vl")), *fixed, *packing]
+    done = commands(
+        [
+            ("kept", kept(argv, "--dataset", str(file))),
+            ("plain", [*argv, "--dataset", str(file), "--nproc", "2"]),
+            ("cached", [*argv, *CACHED, "--nproc", "2"]),
+            ("larger", [*argv, *CACHED, "--max-pixels", "5000"]),
+        ]
+    )
+    check_same(done, ("plain", "cached"))
+    assert "--max-pixels 4000, and this run has 5000" in done["larger"].output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "kto", "rm", "grpo"])
+def test_they_are_of_preferences_and_prompts(commands, tiny: Path, kind: str, tmp_path: Path) -> None:
+    rows = [
+        {"query": f"the step {n}", "response": "holds " * (n % 4 + 1), "rejected_response": "one", "label": n % 2 == 0}
+        for n in range(12)
+    ]
+    wanted = {"kto": ("query", "response", "label"), "grpo": ("query",)}
+    fields = wanted.get(kind, ("query", "response", "rejected_response"))
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({name: row[name] for name in fields}) + "\n" for row in rows))
+    fixed = f"--rlhf-type {kind} --max-steps 2 --global-batch-size 4 --per-device-batch-size 2 --output-dir OUT".split()
+    fixed += ["--reward-funcs", "length", "--num-generations", "2", "--max-completion-length", "8"] * (kind == "grpo")
+    argv = ["rlhf", "--model", str(tiny), *fixed]
+    done = commands(
+        [
+            ("kept", kept(argv, "--dataset", str(file))),
+            ("plain", [*argv, "--dataset", str(file), "--nproc", "2"]),
+            ("cached", [*argv, *CACHED, "--nproc", "2"]),
+        ]
+    )
+    check_same(done, ("plain", "cached"))
+
+
+# --- what is refused, and what is told --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of up to 32 tokens, and some to evaluate on."""
+    place = tmp_path_factory.mktemp("kept") / "of 32"
+    argv = ["encode", "--model", str(tiny), "--dataset", str(rows), "--max-length", "32", "--val-split", "0.2"]
+    assert data.run([*argv, "--output-dir", str(place)]) == 0
+    return place
+
+
+def encoded(model: Path, folder: Path | str, *more: str) -> Any:
+    """What a run would learn from, and its rows."""
+    from shardproof.train.model.loading import load_processing
+
+    config, _ = sft.parse(["--model", str(model), "--cached-dataset", str(folder), *more])
+    recipe: Any = recipe_of(config)
+    rows, _ = recipe.read(config)
+    return recipe.encode(config, rows, load_processing(str(model), config)), rows
+
+
+REFUSED = {
+    "--loss all": "--loss answer, and this run has all",
+    "--system x": "--system none, and this run has x",
+    "--max-length 33": "with --max-length 32 --truncation drop, and its longest row has",
+    "--max-length 32 --truncation right": "makes other rows of it",
+    "--max-length 32 --new-special-tokens <|new|>": "another tokenizer than that of this run",
+    "--max-length 32 --task embedding": "--task causal_lm, and this run has embedding",
+}
+
+
+@pytest.mark.parametrize("options", REFUSED)
+def test_rows_that_were_encoded_in_another_way_are_refused(tiny: Path, folder: Path, options: str) -> None:
+    with pytest.raises(ConfigError, match=REFUSED[options]):
+        encoded(tiny, folder / "train", *options.split())
+
+
+def test_another_template_is_refused(tiny: Path, folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny, other)
+    template = other / "chat_template.jinja"
+    template.write_text(f"{template.read_text()} ")
+    with pytest.raises(ConfigError, match="another chat template than that of this run"):
+        encoded(other, folder / "train", "--max-length", "32")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("", "It has train and val in it: name one"),
+        ("none", "does not exist"),
+        ("train/rows", "is no folder of encoded"),
+    ],
+)
+def test_what_is_no_such_folder_is_told(tiny: Path, folder: Path, name: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        encoded(tiny, folder / name)
+
+
+def test_shorter_rows_are_taken_and_counted(tiny: Path, folder: Path) -> None:
+    whole, rows = encoded(tiny, folder / "train", "--max-length", "32")
+    short, _ = encoded(tiny, folder / "train", "--max-length", "20")
+    assert 0 < len(short) < len(whole) < len(rows)
+    assert max(map(len, short["input_ids"])) <= 20
+    assert short.report.kept + short.report.dropped == len(rows)
+    assert short.report.tokens == sum(map(len, short["input_ids"]))
+    assert short.report.learnt_tokens == sum(label != -100 for row in short["labels"] for label in row)
+    assert whole.cache_files  # of a disk, not of memory
+
+
+def test_some_of_the_rows_are_taken(tiny: Path, folder: Path) -> None:
+    some, rows = encoded(tiny, f"{folder / 'train'}#5", "--max-length", "32")
+    more, twice = encoded(tiny, f"{folder / 'train'}#40", "--max-length", "32")
+    assert len(rows) == 5
+    assert len(twice) == 40
+    assert [rows[number].where for number in some.numbers] == [some.places[n] for n in range(len(some))]
+    assert len(more) > len(some)
+
+
+def test_a_folder_that_is_only_read_is_read_into_memory(tiny: Path, folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr("shardproof.data.cached.os.access", lambda *_: False)
+    found, _ = encoded(tiny, folder / "train", "--max-length", "32", "--packing")
+    assert not found.cache_files
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--streaming", "--max-steps", "2"], "--streaming reads them then"),
+        (["--interleave-prob", "1.0"], "--interleave-prob"),
+        (["--columns", "query=question"], "--columns is about rows that are read"),
+        (["--val-split", "0.1", "--cached-val-dataset", "x"], "--cached-val-dataset and --val-split"),
+    ],
+)
+def test_options_that_mean_nothing_to_them_are_refused(tiny: Path, options: list[str], told: str) -> None:
+    config, _ = sft.parse(["--model", str(tiny), "--cached-dataset", "kept", *options])
+    with pytest.raises(ConfigError, match=told):
+        recipe_of(config).check(config, 1)
+
+
+def test_bytes_come_back_and_other_values_are_told(tmp_path: Path) -> None:
+    from shardproof.data import cached
+
+    def turned(value: Any) -> Any:
+        text = cached._text(Row([{"role": "user", "content": "x"}], "a.parquet", 1, {"columns": {"seen": value}}))
+        return json.loads(text, object_hook=cached._with_bytes)[1]["columns"]["seen"]
+
+    assert turned(b"\x00\xff") == b"\x00\xff"
+    with pytest.raises(DataError, match=r"a.parquet:1: the row cannot be kept: it holds a value of the type set"):
+        turned({1})
+
+
+def test_encoding_asks_where_to_write(tiny: Path, rows: Path, folder: Path) -> None:
+    argv = ["encode", "--model", str(tiny), "--dataset", str(rows)]
+    with pytest.raises(ConfigError, match="--output-dir is missing"):
+        data.run(argv)
+    with pytest.raises(ConfigError, match=r"holds train, val. Name another --output-dir, or add --overwrite"):
+        data.run([*argv, "--output-dir", str(folder)])
+    with pytest.raises(ConfigError, match="--truncation right needs --max-length"):
+        data.run([*argv, "--output-dir", str(folder), "--overwrite", "--truncation", "right"])
+
+
+@pytest.mark.slow
+def test_doctor_and_show_look_at_them(commands, sft) -> None:
+    argv = without_rows(sft("--nproc", "2"))
+    done = commands(
+        [
+            ("kept", kept(sft("--val-split", "0.2"))),
+            ("doctor", ["doctor", *argv[1:], *WITH_VAL]),
+            ("show", ["data", "show", *argv[1:], *CACHED, "-n", "2"]),
+            ("verify", ["verify", *argv[1:], *CACHED]),
+            ("other", ["doctor", *argv[1:], *CACHED, "--loss", "all"]),
+        ]
+    )
+    for name in ("doctor", "show", "verify"):
+        assert done[name].code == 0, done[name].output
+    assert "18 rows" in done["show"].output
+    assert "--loss answer, and this run has all" in " ".join(done["other"].output.split())
