@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from shardproof.cli import infer, sft, swift, training
 from shardproof.errors import ConfigError
@@ -505,7 +506,7 @@ def test_stage_and_offload_of_a_deepspeed_file(tmp_path, device, offload):
             "swift deploy --model x",
             "In place of 'swift deploy': 'shardproof export RUN FOLDER', then 'vllm serve FOLDER'",
         ),
-        ("swift sft run.yaml", "a file of options has no defaults of ms-swift"),
+        ("swift sft run.yaml", "There is no file run.yaml"),
         ("swift sft --dataset a.jsonl", "There is no --model in this command"),
         ("swift sft --model a", "There is no --dataset in this command"),
         (
@@ -665,9 +666,55 @@ def test_names_that_rows_leave_open_are_filled_in():
     assert (config.model_name, config.model_author) == (["小黄", "robot"], ["me"])
 
 
-def test_rows_may_stand_in_a_file_of_options():
-    *_, (reason,) = swift.translate("swift sft --config train.yaml --model a")
-    assert reason.startswith("--config train.yaml: Give its options on the command line")
+@pytest.mark.parametrize("how", ["run.yaml", "run.json", "--config run.yaml"])
+def test_a_file_of_options_is_read_as_the_command_that_it_is(how: str, tmp_path: Path, monkeypatch) -> None:
+    """What stands on the command line wins, and so does a variable in front of it."""
+    monkeypatch.chdir(tmp_path)
+    said = {"model": "m", "dataset": ["a", "b#5"], "learning_rate": 1e-5, "bf16": True, "num_train_epochs": 1}
+    said["ENV"] = {"MAX_PIXELS": "1000", "ROOT_IMAGE_DIR": "there"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(said))
+    (tmp_path / "run.json").write_text(json.dumps(said))
+    command, _, missing = swift.translate(f"MAX_PIXELS=500 swift sft {how} --num_train_epochs 2")
+    words = command.replace("\\\n", " ")
+    assert not missing
+    for part in ("--model m", "--dataset a 'b#5'", "--learning-rate 1e-05", "--precision bf16", "--epochs 2"):
+        assert part in words
+    assert "--max-pixels 500" in words
+    assert "--media-root there" in words
+    assert "--lora-rank 8" in words  # a default of Swift's
+
+
+def test_a_file_that_is_not_there_or_says_what_is_not_here_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"There is no file train.yaml"):
+        swift.translate("swift sft --config train.yaml --model a")
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\ndataset: a\nfreeze_parameters_ratio: 0.5\n")
+    *_, (reason,) = swift.translate(f"swift sft {file}")
+    assert reason.startswith("--freeze-parameters-ratio 0.5: an option of ms-swift without equivalent")
+
+
+@pytest.mark.parametrize(
+    ("groups", "nproc"),
+    [
+        (
+            '{"nproc_per_node": 4, "default": {"device": "GPU", "ranks": "list(range(0, 4))", "workers": ["default"]}}',
+            "4",
+        ),
+        ('{"all": {"device": "GPU", "ranks": 8, "workers": ["default"]}}', "8"),
+        ('{"all": {"ranks": [0, 1], "workers": ["default"]}}', "2"),
+    ],
+)
+def test_one_group_of_processes_on_ray_is_its_launcher(groups: str, nproc: str) -> None:
+    command, _, missing = swift.translate(f"swift sft --model m --dataset a --use_ray true --device_groups '{groups}'")
+    assert not missing
+    assert "--launcher ray" in command
+    assert f"--nproc {nproc} " in command
+
+
+@pytest.mark.parametrize("groups", ["{}", "x", '{"a": {"ranks": 1, "workers": ["rollout"]}}'])
+def test_groups_for_models_of_their_own_are_not_here(groups: str) -> None:
+    *_, missing = swift.translate(f"swift rlhf --rlhf_type dpo --model m --dataset a --device_groups '{groups}'")
+    assert "--launcher ray --nproc N" in missing[0]
 
 
 SCRIPT = """#!/bin/bash

@@ -123,10 +123,9 @@ def _brought_over(line: shell.Line) -> tuple[str, list[str], list[str]]:
     missing += line.missing
     with_new_blocks(values)
     without_parts(values, given, notes)
-    in_file = any(name == "config" for name, _ in line.options)
     own_model = ("model",) if "adapters" not in values else ()  # adapters know theirs
     rows = () if "cached_dataset" in values else ("dataset",)
-    for name in () if in_file else (*own_model, *rows):
+    for name in (*own_model, *rows):
         if name not in values and not any(f"--{name}" in reason for reason in missing):
             raise ConfigError(f"There is no --{name} in this command, and ms-swift has no default for it.")
     for name, value in of_environment(line.variables, values.get("model", [""])[0], notes).items():
@@ -200,9 +199,6 @@ def _adopted(line: shell.Line, known: Collection[str], notes: list[str]) -> tupl
     said: dict[str, tuple[str, list[str]]] = {}
     for name, given in line.options:
         flag = options.flag(name)
-        if name == "config":
-            missing.append(f"--config {' '.join(given)}: {shell.CONFIG}")
-            continue
         if name == "packing" and name not in known and given[:1] not in (["false"], ["False"]):
             notes.append(PACKED)
             name = "padding_free"

@@ -204,7 +204,11 @@ INSTEAD = {
         ),
         "'shardproof infer' generates, and rlhf with --max-completion-length",
     ),
-    **dict.fromkeys(("use_ray", "ray_exp_name", "device_groups"), "--launcher ray starts the processes on a cluster"),
+    "ray_exp_name": "--launcher ray starts the processes on a cluster",
+    **dict.fromkeys(
+        ("use_ray", "device_groups"),
+        "--launcher ray --nproc N starts N processes on a cluster, and in rlhf all models take part in each",
+    ),
     "fsdp_config": "--stage 0 to 3 says what is sharded",
     "add_non_thinking_prefix": "the model's own template writes an empty thought or none; with --loss"
     " answer+ignore_empty_think it is not learnt",

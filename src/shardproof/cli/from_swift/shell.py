@@ -8,6 +8,7 @@ import shlex
 from dataclasses import dataclass, field
 
 from shardproof.cli.elsewhere import COMMANDS
+from shardproof.cli.from_swift import files
 from shardproof.cli.from_swift.launchers import command_at, launched
 from shardproof.cli.from_swift.options import VARIABLES
 from shardproof.errors import ConfigError
@@ -187,24 +188,37 @@ def _line(words: list[str], variables: dict[str, str]) -> Line:
             line.options.append((name.replace("-", "_"), [value] if value else []))
         elif line.options:
             line.options[-1][1].append(word)
+        elif word.endswith(files.ENDS):
+            line.options.append(("config", [word]))
         else:
             _check_known(word, word)
-            raise ConfigError(f"{word}: a file of options has no defaults of ms-swift. {CONFIG}")
+            raise ConfigError(f"{word} stands without an option. Only a file of options does, and it stands first.")
+    _take_files(line)
     if words[0] == "pt":
         given = {name for name, _ in line.options}
         line.options += [(name, [value]) for name, value in _PRETRAINING.items() if name not in given]
     shown = [(f"{flag(name)} {' '.join(given)}", " ".join(given)) for name, given in line.options]
-    shown += [(f"{name}={value}", value) for name, value in variables.items() if name in VARIABLES]
+    shown += [(f"{name}={value}", value) for name, value in line.variables.items() if name in VARIABLES]
     for whole, value in shown:
         _check_known(whole, value)
     line.options = [(name, [value.replace(_LITERAL, "$") for value in given]) for name, given in line.options]
-    line.variables = {name: value.replace(_LITERAL, "$") for name, value in variables.items()}
+    line.variables = {name: value.replace(_LITERAL, "$") for name, value in line.variables.items()}
     return line
+
+
+def _take_files(line: Line) -> None:
+    """Put the options of a file, and its variables, where it is named; what stands on the command line wins."""
+    for path in [" ".join(given) for name, given in line.options if name == "config"]:
+        _check_known(path, path)
+        said, variables = files.read(path)
+        given = {name for name, _ in line.options}
+        line.options = [
+            *((name, values) for name, values in said if name not in given),
+            *((name, values) for name, values in line.options if name != "config"),
+        ]
+        line.variables = variables | line.variables
 
 
 def _check_known(whole: str, value: str) -> None:
     if unknown := _UNKNOWN.search(value):
         raise ConfigError(f"{whole}: the text does not say what {unknown[0]} is. Put its value there.")
-
-
-CONFIG = "Give its options on the command line, or run it here: 'shardproof sft --config FILE' takes Swift's names."

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shardproof.cli.from_swift import ray
 from shardproof.cli.from_swift.missing import INSTEAD, missing
 from shardproof.data.forms.formats import FIELDS
 from shardproof.errors import ConfigError
@@ -377,6 +378,8 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "eval_metric": partial(_metric, {"nlg": NLG}),
     "metric": partial(_metric, {"nlg": NLG, "rouge": NLG, "acc": ["exact_match"]}),  # infer's, too
     "scale_rewards": _scale_rewards,
+    "use_ray": ray.launcher,
+    "device_groups": ray.processes,
     "teacher_deepspeed": _of_teacher,
     **{theirs: partial(_of_trl, trl) for theirs, trl in OF_TRL.items()},
     **{theirs: partial(_of_tuner, name) for theirs, name in OF_TUNERS.items()},

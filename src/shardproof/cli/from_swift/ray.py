@@ -1,0 +1,37 @@
+"""What ms-swift is told of a cluster of Ray's."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from shardproof.cli.from_swift.missing import INSTEAD, missing
+
+
+def launcher(values: list[str]) -> list[tuple[str, list[str]]]:
+    """`--use_ray true`."""
+    on = not values or values[0].lower() in ("true", "yes", "1")
+    return [("launcher", ["ray"])] if on else []
+
+
+def processes(values: list[str]) -> list[tuple[str, list[str]]]:
+    """`--device_groups`, of one group of processes that train; models of rlhf on devices of their own are not here."""
+    text = " ".join(values)
+    try:
+        said = json.loads(text)
+        (group,) = (group for name, group in said.items() if name != "nproc_per_node")
+        if group["workers"] != ["default"] or group.get("device", "GPU").lower() not in ("gpu", "cuda"):
+            raise ValueError(text)
+        return [("nproc", [str(_count(group["ranks"]))])]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise missing(f"--device-groups {text}", INSTEAD["device_groups"]) from None
+
+
+def _count(ranks: object) -> int:
+    """How many processes these words of Swift's are: a number, a list, or one that Python would write so."""
+    if isinstance(ranks, list):
+        return len(ranks)
+    text = str(ranks)
+    if found := re.fullmatch(r"list\(range\((?:(\d+), *)?(\d+)\)\)", text.strip()):
+        return int(found[2]) - int(found[1] or 0)
+    return int(text)
