@@ -974,30 +974,15 @@ def test_a_variable_that_nothing_reads_is_told(monkeypatch, tmp_path) -> None:
 TOKENS = "IMAGE_MAX_TOKEN_NUM=1024 VIDEO_MAX_TOKEN_NUM=128 FPS_MAX_FRAMES=12 FPS=1"
 
 
-@pytest.mark.parametrize(
-    "model, side",
-    [
-        *((name, 32) for name in ("Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3.5-4B", "Qwen/Qwen3-Omni-30B-A3B-Instruct")),
-        *((name, 28) for name in ("Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen2-VL-7B-Instruct", "Qwen/Qwen2.5-Omni-7B")),
-    ],
-)
-def test_tokens_of_pictures_are_pixels(model: str, side: int) -> None:
-    command, _, missing = swift.translate(f"{TOKENS} swift sft --model {model} --dataset d.jsonl")
+def test_tokens_of_pictures_are_bounds_of_their_own() -> None:
+    command, _, missing = swift.translate(f"{TOKENS} swift sft --model Qwen/Qwen3-VL-8B-Instruct --dataset d.jsonl")
     assert missing == []
     found = options(command)
-    assert found["--max-pixels"] == str(1024 * side**2)
-    assert found["--max-frame-pixels"] == str(128 * side**2)
-    assert (found["--max-frames"], found["--fps"]) == ("12", "1")
-
-
-def test_the_config_of_a_model_says_how_large_its_tokens_are(tmp_path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {"patch_size": 14, "spatial_merge_size": 4}}))
-    command, _, missing = swift.translate(f"{TOKENS} swift sft --model {tmp_path} --dataset d.jsonl")
-    assert (missing, options(command)["--max-pixels"]) == ([], str(1024 * 56**2))
-    for unknown in ("org/InternVL3-8B", "Qwen/Qwen3-8B", "Qwen/Qwen2.5-7B"):
-        *_, missing = swift.translate(f"{TOKENS} swift sft --model {unknown} --dataset d.jsonl")
-        names = [reason.partition("=")[0] for reason in missing]
-        assert names == ["IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_TOKEN_NUM"]
+    names = ("--max-image-tokens", "--max-frame-tokens", "--max-frames", "--fps")
+    assert [found[name] for name in names] == ["1024", "128", "12", "1"]
+    for rest in ("infer --adapters out", "export --model m --quant_method gptq --quant_bits 4 --dataset d.jsonl"):
+        command, _, missing = swift.translate(f"IMAGE_MAX_TOKEN_NUM=1024 swift {rest}")
+        assert (missing, "--max-image-tokens 1024" in command) == ([], True)
 
 
 @pytest.mark.parametrize(

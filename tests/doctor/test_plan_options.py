@@ -379,6 +379,8 @@ NOT_COUNTED = {
         "allow_remote_media",
         "remote_media_cache",
         "max_pixels",
+        "max_image_tokens",
+        "max_frame_tokens",
         "max_seconds",
     ),
     *(

@@ -30,7 +30,8 @@ def run(argv: Sequence[str]) -> int:
     if argv and argv[0] == "encode":
         return data_encode.run(argv[1:])
     if argv and argv[0] not in ("show", "-h", "--help"):
-        raise ConfigError(f"There is no command 'data {argv[0]}'.\nThere are 'data show' and 'data encode'.")
+        there = "'shardproof data show' and 'shardproof data encode'"
+        raise ConfigError(f"There is no command 'data {argv[0]}'.\nThere are {there}.")
     config, count, as_json = parse(argv[1:] if argv and argv[0] == "show" else argv)
     from shardproof.cli.hub import run_is_here
 

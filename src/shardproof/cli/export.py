@@ -50,6 +50,8 @@ class ExportConfig(BaseModel):
     media_root: str | None = Field(None, description="folder that files in rows lie in (default: that of the dataset)")
     max_pixels: int | None = Field(None, description="scale pictures and frames in rows down to so many pixels", ge=1)
     max_frame_pixels: int | None = Field(None, description="the same of videos' frames", ge=1)
+    max_image_tokens: int | None = Field(None, description="the same by tokens that the model gets of them", ge=1)
+    max_frame_tokens: int | None = Field(None, description="the same of videos' frames", ge=1)
     max_frames: int | None = Field(None, description="frames that are taken of a video at most", ge=1)
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     external_plugins: list[str] = Field([], description="Python files of your own that register the model")
@@ -120,7 +122,8 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-READING = ("columns", "max_length", "system", "media_root", "max_pixels", "max_frame_pixels", "max_frames")
+OF_PICTURES = ("max_pixels", "max_frame_pixels", "max_image_tokens", "max_frame_tokens")
+READING = ("columns", "max_length", "system", "media_root", *OF_PICTURES, "max_frames")
 WITH = ("group_size", "keep", "dataset", "val_dataset", "samples", *READING)
 
 

@@ -17,7 +17,7 @@ from shardproof.cli.infer_asked import InferConfig, asked, files_of, question_of
 from shardproof.cli.precision import check_devices
 from shardproof.cli.processes.launch import launch, outer_world
 from shardproof.cli.quiet import after_imports, before_imports
-from shardproof.data.media.limits import LIMITS
+from shardproof.data.media.limits import EITHER, LIMITS
 from shardproof.errors import ConfigError, DataError
 
 VLLM = "vllm"
@@ -62,8 +62,10 @@ def run(argv: Sequence[str]) -> int:
     after_imports(config.verbose)
     of_run = recorded_in(Path(run_dir).expanduser())
     system = config.system if config.system is not None else of_run.get("system")
+    bounds = {name: pair for pair in EITHER for name in pair}
+    bounded = {name for name in LIMITS if getattr(config, name) is not None}
     for name in LIMITS:
-        if getattr(config, name) is None:  # files are read as they were in training
+        if bounded.isdisjoint(bounds.get(name, (name,))):  # files are read as they were in training
             setattr(config, name, of_run.get(name))
     if config.dataset and config.result_path is None:
         name = f"{datetime.now():%Y%m%d-%H%M%S}.jsonl"

@@ -51,6 +51,8 @@ class InferConfig(BaseModel):
     max_pixels: int | None = Field(
         None, description="scale larger pictures and frames down to so many pixels (default: as in the run)", ge=1
     )
+    max_image_tokens: int | None = Field(None, description="the same by tokens that the model gets of them", ge=1)
+    max_frame_tokens: int | None = Field(None, description="the same of videos' frames", ge=1)
     max_seconds: float | None = Field(None, description="longest sound or video (default: as in the run, or 60)", gt=0)
     max_frame_pixels: int | None = Field(
         None, description="the same of videos' frames (default: as in the run, or --max-pixels)", ge=1

@@ -128,7 +128,7 @@ def _brought_over(line: shell.Line) -> tuple[str, list[str], list[str]]:
     for name in (*own_model, *rows):
         if name not in values and not any(f"--{name}" in reason for reason in missing):
             raise ConfigError(f"There is no --{name} in this command, and ms-swift has no default for it.")
-    for name, value in of_environment(line.variables, values.get("model", [""])[0], notes).items():
+    for name, value in of_environment(line.variables, notes).items():
         values.setdefault(name, [value])
     missing += other_meanings(line.variables, of_swift=True)
     built = _built(config, values)
@@ -160,7 +160,7 @@ def _of_encoded(line: shell.Line) -> tuple[str, list[str], list[str]]:
     known = meant_as_ours({*config.model_fields}, [name for name, _ in line.options])
     values, missing = _adopted(line, known, notes)
     missing += [*line.missing, *other_meanings(line.variables, of_swift=True)]
-    for name, value in of_environment(line.variables, values.get("model", [""])[0], notes).items():
+    for name, value in of_environment(line.variables, notes).items():
         values.setdefault(name, [value])
     values.setdefault("bad_rows", DEFAULTS["bad_rows"].split())
     for name in [name for name in values if not about_rows(config, name)]:
@@ -181,7 +181,7 @@ def _of_finished(line: shell.Line) -> tuple[str, list[str], list[str]]:
         words, idle = placed(line.command, argv, config.model_fields)
         notes += [f"{reason} is left out" for reason in idle]
         given = {word for word in words if word.startswith("--")}
-        for name, value in of_environment(line.variables, "", notes).items():
+        for name, value in of_environment(line.variables, notes).items():
             about_rows = line.command != "export" or "--quantize" in given  # of which a plain export has none
             if about_rows and name in config.model_fields and options.flag(name) not in given:
                 words += [options.flag(name), value]

@@ -24,7 +24,7 @@ from shardproof.integrations.saved import readable_as_the_rest
 from shardproof.models.forward import without_adapters
 from shardproof.models.loading.classes import load_body, save_extra_files, with_values
 from shardproof.models.loading.mtp import carry_mtp
-from shardproof.models.loading.processors import scaling_down, write_processing
+from shardproof.models.loading.processors import scaling_down, square_of_token, write_processing
 from shardproof.models.scorers import SCORER
 from shardproof.plugins import Plugins
 from shardproof.train.adapters.adding import with_adapters
@@ -124,7 +124,9 @@ def export(
     model, processing = _load(run, trust_remote_code, plugins or Plugins(), model_type)
     path = Path(run).expanduser()
     how, scoring = _embedding_of(path, files_taken(processing)), _scoring_of(path, processing)
-    max_pixels = _recorded(path).get("max_pixels")
+    max_pixels, tokens = (_recorded(path).get(name) for name in ("max_pixels", "max_image_tokens"))
+    if tokens is not None and (square := square_of_token(processing)) is not None:
+        max_pixels = tokens * square[0] ** 2
     scaled = scaling_down(processing, max_pixels) if max_pixels is not None else None
     also_stops(without_adapters(model), tokenizer_of(processing))
     ids = _some_tokens(model, tokenizer_of(processing))

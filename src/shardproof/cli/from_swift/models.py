@@ -27,17 +27,6 @@ def without_parts(values: dict[str, list[str]], given: Collection[str], notes: l
             notes.append(f"{said} is left out: {values['model'][0]} is a model of text, of whose parts it says nothing")
 
 
-def token_side(model: str) -> int | None:
-    """Of what square of pixels one of these models makes a token, where its config or its name says it."""
-    sees = _config_of(model).get("vision_config") or {}
-    if {"patch_size", "spatial_merge_size"} <= {*sees}:
-        return int(sees["patch_size"] * sees["spatial_merge_size"])
-    named = re.search(r"qwen-?(2(?:\.5)?|3(?:\.\d)?)-?(vl|omni)?", model.lower())
-    if named is None or not (named[2] or named[1].startswith("3.")):
-        return None
-    return 28 if named[1].startswith("2") else 32
-
-
 def longest(model: str) -> int | None:
     """How many tokens the model of a folder can hold, by its config."""
     config = _config_of(model)

@@ -86,14 +86,14 @@ ONLY = {
 UNREAD = (
     *("IMAGE_FACTOR", "FRAME_FACTOR", "SPATIAL_MERGE_SIZE", "MIN_PIXELS", "USE_AUDIO_IN_VIDEO", "FPS_MIN_FRAMES"),
     *("VIDEO_MIN_PIXELS", "VIDEO_TOTAL_PIXELS", "VIDEO_MAX_NUM", "VIDEO_SEGMENTS"),
-    *("IMAGE_MIN_TOKEN_NUM", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MIN_TOKEN_NUM", "VIDEO_MAX_TOKEN_NUM"),
+    *("IMAGE_MIN_TOKEN_NUM", "VIDEO_MIN_TOKEN_NUM"),
     *("MAX_SLICE_NUMS", "VIDEO_MAX_SLICE_NUMS", "MAX_NUM_FRAMES", "MAX_PARTITION"),
     *("MAX_POSITIVE_SAMPLES", "MAX_NEGATIVE_SAMPLES", "INFONCE_HARD_NEGATIVES"),
 )
 COMMON = "MAX_RATIO", "MAX_NUM", "INPUT_SIZE", "SAMPLING_RATE", "HD_NUM", "NUM_FRAMES", "NUM_CROPS", "N_MELS"
 OF_FILES = (
-    "--max-pixels, --max-frame-pixels, --max-frames and --fps say how much of a file is taken (a token of Qwen3-VL is"
-    " 32 x 32 pixels)"
+    "--max-pixels, --max-frame-pixels, --max-frames and --fps say how much of a file is taken, --max-image-tokens and"
+    " --max-frame-tokens how many tokens it becomes at most"
 )
 
 RPO = "--rpo-alpha"  # adds a loss to that of another option
@@ -104,6 +104,8 @@ VARIABLES = {
     "MAX_PIXELS": "max_pixels",
     "ROOT_IMAGE_DIR": "media_root",
     "VIDEO_MAX_PIXELS": "max_frame_pixels",
+    "IMAGE_MAX_TOKEN_NUM": "max_image_tokens",
+    "VIDEO_MAX_TOKEN_NUM": "max_frame_tokens",
     "FPS_MAX_FRAMES": "max_frames",
     "ENABLE_AUDIO_OUTPUT": "enable_audio_output",
     "INFONCE_TEMPERATURE": "loss_temperature",

@@ -7,7 +7,8 @@ from pathlib import Path
 
 SAMPLING_RATE = 16_000
 # Options of commands about how much is read of files that rows name.
-LIMITS = ("max_pixels", "max_frame_pixels", "max_seconds", "max_frames", "fps")
+EITHER = ("max_pixels", "max_image_tokens"), ("max_frame_pixels", "max_frame_tokens")  # ways to say one of them
+LIMITS = (*EITHER[0], *EITHER[1], "max_seconds", "max_frames", "fps")
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Limits:
         root: the folder that files must lie in, and that relative paths begin at. Default: that of the dataset file.
             Those of a row that stands in none may lie anywhere.
         max_pixels: larger pictures and frames are scaled down to so many pixels, their proportions kept.
+        max_image_tokens: the same by the tokens that the model gets of them, squares of `token_side` pixels.
+        max_frame_tokens: the same of frames of videos.
         max_seconds: of a sound or a video; longer ones cannot be used.
         max_frame_pixels: the same of frames of videos; by default `max_pixels`.
         max_frames: of a video; evenly spread ones are taken where there are more.
@@ -35,6 +38,9 @@ class Limits:
     max_frames: int = 16
     fps: float | None = None
     sampling_rate: int = SAMPLING_RATE
+    max_image_tokens: int | None = None
+    max_frame_tokens: int | None = None
+    token_side: int = 1
     remote: bool = False
     remote_cache: Path | None = None
     remote_bytes: int = 100_000_000
@@ -42,7 +48,9 @@ class Limits:
 
     def of_frames(self) -> Limits:
         """Those of a video's frames, which are read as pictures are."""
-        return replace(self, max_pixels=self.max_frame_pixels or self.max_pixels)
+        if self.max_frame_pixels or self.max_frame_tokens:
+            return replace(self, max_pixels=self.max_frame_pixels, max_image_tokens=self.max_frame_tokens)
+        return self
 
     def frames_in(self, seconds: float | None) -> int:
         """How many frames are taken at most of a video that lasts so long, where that is known."""

@@ -16,6 +16,8 @@ from urllib.parse import unquote
 from shardproof.data.forms.parts import KINDS, Problem, decoded_uri, parts_of, shown
 from shardproof.data.media.broken_off import check_whole
 from shardproof.data.media.limits import Limits
+from shardproof.data.media.scaling import full_size as full_size
+from shardproof.data.media.scaling import scaled
 from shardproof.data.rows import Row
 
 if TYPE_CHECKING:
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 MOST_PIXELS = 100_000_000  # of a picture as it lies in its file: more is no photograph, but an attack on memory
 LEAST_SECONDS = 0.1  # of a sound: towers make no token, or one that some models cannot place, of less
 
-_FULL_SIZE = "full size"  # what a picture is told under this name it is told by us, whatever its file says
 
 # Formats in which Pillow finds pictures and nothing else; what it takes for others may be a film (MPEG).
 PICTURES = {"AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "TIFF", "WEBP"}
@@ -114,7 +115,7 @@ def _still(picture: Any, limits: Limits) -> Image:
     from PIL import ImageOps
 
     ImageOps.exif_transpose(picture, in_place=True)  # else it copies one that is upright
-    return _scaled(_in_rgb(picture), limits.max_pixels)
+    return scaled(_in_rgb(picture), limits)
 
 
 def _in_rgb(picture: Image) -> Image:
@@ -199,7 +200,7 @@ def _shown(moving: Any, wanted: Sequence[int], limits: Limits) -> tuple[list[Ima
         lasts += moving.info.get("duration", 0) / 1000
         _check_seconds(lasts, limits)
         if i in wanted:
-            pictures.append(_scaled(_in_rgb(moving), limits.max_pixels))
+            pictures.append(scaled(_in_rgb(moving), limits))
     return pictures, lasts
 
 
@@ -234,7 +235,7 @@ def _film(source: Any, limits: Limits) -> Frames:
             # forked before that they are not there, and collecting it waits for them.
             colours = av.video.reformatter.VideoReformatter()
             shown = ((colours.reformat(frame, format="rgb24").to_image(), frame) for frame in taken)
-            pictures = [_upright(_scaled(picture, limits.max_pixels), frame) for picture, frame in shown]
+            pictures = [_upright(scaled(picture, limits), frame) for picture, frame in shown]
             return Frames(pictures, wanted, float(rate) if rate else None)
     except (av.FFmpegError, ValueError) as error:
         raise Problem(f"no video that can be read: {_reason(error)}") from None
@@ -370,21 +371,6 @@ def _check_size(width: int, height: int) -> None:
 def _check_seconds(seconds: float, limits: Limits) -> None:
     if seconds > limits.max_seconds:
         raise Problem(f"it lasts {seconds:.1f} s, --max-seconds is {limits.max_seconds:g}")
-
-
-def _scaled(picture: Image, most: int | None) -> Image:
-    width, height = full = picture.size
-    if most is not None and width * height > most:
-        scale = math.sqrt(most / (width * height))
-        picture = picture.resize((max(1, int(width * scale)), max(1, int(height * scale))), resample=3)  # bicubic
-    picture.info[_FULL_SIZE] = full
-    return picture
-
-
-def full_size(picture: Image) -> tuple[int, int]:
-    """Width and height of a picture before it was scaled down to `max_pixels`."""
-    size: tuple[int, int] = picture.info.get(_FULL_SIZE, picture.size)
-    return size
 
 
 def _soundfile() -> Any:

@@ -225,6 +225,17 @@ def scaling_down(processor: Any, most: int) -> int | None:
     return int(images.size["longest_edge"])
 
 
+def square_of_token(processor: Any) -> tuple[int, int] | None:
+    """The side in pixels of the square that becomes a token, and how many of them a picture has at least, of processors
+    that cut pictures into such squares, scaled to whole ones (the Qwens' and their like); None of others."""
+    images: Any = getattr(processor, "image_processor", None)
+    patch, merged = (getattr(images, name, None) for name in ("patch_size", "merge_size"))
+    scales = "max_pixels" in getattr(getattr(images, "valid_kwargs", None), "__annotations__", ())
+    if not (scales and isinstance(patch, int) and isinstance(merged, int)):
+        return None
+    return patch * merged, -(-images.size["shortest_edge"] // (patch * merged) ** 2)
+
+
 def processor_class(source: str) -> str | None:
     """The name of the processor's class, as the model's files say it; None where it needs a tokenizer only."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES

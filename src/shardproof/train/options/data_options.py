@@ -61,8 +61,14 @@ class DataOptions(ModelOptions):
         "Media", None, "folder that keeps downloads, so that each file is downloaded once (default: at each use)"
     )
     max_pixels: int | None = option("Media", None, "scale pictures and frames of more pixels down to so many", ge=1)
+    max_image_tokens: int | None = option(
+        "Media", None, "the same by tokens: of pictures and frames that the model would get more of", ge=1
+    )
     max_seconds: Finite = option("Media", 60.0, "longest sound or video; a longer one makes a bad row", gt=0)
     max_frame_pixels: int | None = option("Media", None, "the same of videos' frames (default: --max-pixels)", ge=1)
+    max_frame_tokens: int | None = option(
+        "Media", None, "tokens of a video's frame at most (default: --max-image-tokens)", ge=1
+    )
     max_frames: int = option("Media", 16, "frames that are taken of a video at most, evenly spread", ge=1)
     fps: Finite | None = option(
         "Media", None, "frames per second that are taken of a video (default: as many as --max-frames)", gt=0

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.data.forms.parts import KINDS
-from shardproof.data.media.limits import LIMITS, SAMPLING_RATE, Limits
+from shardproof.data.media.limits import EITHER, LIMITS, SAMPLING_RATE, Limits
 from shardproof.data.rows import BadRow, Rows, describe_bad
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.families.family import TALKER
 from shardproof.models.families.known import family_of
-from shardproof.models.loading.processors import file_parts, processor_class, said_by
+from shardproof.models.loading.processors import file_parts, processor_class, said_by, square_of_token
 from shardproof.train.model.loading import TINY, load_model, tokenizer_of
 from shardproof.train.options.config import RunConfig, SftConfig
 from shardproof.train.options.option import flag
@@ -61,17 +61,47 @@ def other_parts(start: Path, processor: Any) -> list[str]:
 def media_limits(config: RunConfig, processor: Any) -> Limits:
     """What may be read, and the sampling rate that the model wants sounds at."""
     hears = getattr(processor, "feature_extractor", None)
+    for pixels, tokens in EITHER:
+        if None not in (getattr(config, pixels), getattr(config, tokens)):
+            raise ConfigError(f"{flag(pixels)} and {flag(tokens)} are two bounds of one thing. Give one of them.")
+    least = min((n for n in (config.max_image_tokens, config.max_frame_tokens) if n is not None), default=None)
     return Limits(
         root=Path(config.media_root).expanduser() if config.media_root else None,
         max_pixels=config.max_pixels,
         max_seconds=config.max_seconds,
         max_frame_pixels=config.max_frame_pixels,
+        max_image_tokens=config.max_image_tokens,
+        max_frame_tokens=config.max_frame_tokens,
+        token_side=1 if least is None else _token_side(config, processor, least),
         max_frames=config.max_frames,
         fps=config.fps,
         remote=config.allow_remote_media,
         remote_cache=Path(config.remote_media_cache).expanduser() if config.remote_media_cache else None,
         sampling_rate=getattr(hears, "sampling_rate", SAMPLING_RATE),
     )
+
+
+def _token_side(config: RunConfig, processor: Any, fewest: int) -> int:
+    """Of what square of pixels the model gets a token.
+
+    Raises:
+        ConfigError: its processor does not say it, or makes more tokens of every picture than the `fewest` of a bound.
+    """
+    if processor is tokenizer_of(processor):
+        return 1  # it takes no files, which is told
+    given = next(tokens for _, tokens in EITHER if getattr(config, tokens) is not None)
+    said = square_of_token(processor)
+    if said is None:
+        raise ConfigError(
+            f"{flag(given)}: the processor of {config.model} does not say how many pixels a token has. Take"
+            " --max-pixels and --max-frame-pixels."
+        )
+    side, least = said
+    if fewest < 2 * least:  # it scales the smallest ones up, and rounds up then
+        raise ConfigError(
+            f"{flag(given)} {fewest}: the processor of {config.model} makes up to {2 * least} of the smallest picture."
+        )
+    return side
 
 
 def takes_files(model: str) -> bool:
