@@ -957,10 +957,11 @@ def test_a_variable_that_asks_for_another_form_is_refused(monkeypatch) -> None:
 def test_a_variable_that_nothing_reads_is_told(monkeypatch, tmp_path) -> None:
     """Names that anybody may use are refused in commands of Swift's only."""
     said = "swift sft --model m --dataset d.jsonl"
-    *_, missing = swift.translate(f"VIDEO_MIN_PIXELS=256 N_MELS=80 MAX_NEGATIVE_SAMPLES=3 USE_AUDIO_IN_VIDEO=0 {said}")
+    unread = "VIDEO_MIN_PIXELS=256 N_MELS=80 INFONCE_HARD_NEGATIVES=3 USE_AUDIO_IN_VIDEO=0"
+    *_, missing = swift.translate(f"{unread} {said}")
     assert [reason.partition(":")[0] for reason in missing] == [
         "VIDEO_MIN_PIXELS=256",
-        "MAX_NEGATIVE_SAMPLES=3",
+        "INFONCE_HARD_NEGATIVES=3",
         "N_MELS=80",
     ]
     assert "--max-pixels, --max-frame-pixels, --max-frames and --fps say" in missing[0]
@@ -1366,3 +1367,15 @@ def test_a_run_on_encoded_rows_needs_no_dataset() -> None:
     assert "--cached-dataset out/train" in command
     assert "--cached-val-dataset out/val" in command
     assert "--eval-steps 500" in command
+
+
+def test_pairs_of_a_reranker_are_drawn_as_there() -> None:
+    """One positive and seven negatives, unless variables say otherwise; of other tasks these do nothing."""
+    said = "swift sft --model m --dataset a --max_length 64"
+    command, _, missing = swift.translate(f"MAX_NEGATIVE_SAMPLES=3 {said} --task_type generative_reranker")
+    assert not missing
+    assert (options(command)["--max-positives"], options(command)["--max-negatives"]) == ("1", "3")
+    assert options(swift.translate(f"{said} --task_type reranker")[0])["--max-negatives"] == "7"
+    command, notes, missing = swift.translate(f"MAX_NEGATIVE_SAMPLES=3 {said}")
+    assert (missing, "--max-negatives" in command) == ([], False)
+    assert "--max-negatives 3 is left out: it would decide nothing" in notes

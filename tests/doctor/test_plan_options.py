@@ -380,6 +380,8 @@ NOT_COUNTED = {
         "remote_media_cache",
         "max_pixels",
         "max_image_tokens",
+        "max_positives",
+        "max_negatives",
         "max_frame_tokens",
         "max_seconds",
     ),

@@ -12,7 +12,8 @@ from shardproof.errors import ConfigError
 from shardproof.train.checks.contradictions import check_whole
 from shardproof.train.options.config import RunConfig, SftConfig
 from shardproof.train.options.rlhf_config import RlhfConfig
-from shardproof.train.run import check_plugins, recipe_of
+from shardproof.train.checks.named import check_plugins
+from shardproof.train.run import recipe_of
 
 NAME = "data encode"
 DESCRIPTION = """Encode rows once and keep them in --output-dir, for --cached-dataset of runs that would encode them

@@ -16,7 +16,7 @@ from shardproof.cli import export, infer, infer_asked, options
 from shardproof.cli.deepspeed_file import same
 from shardproof.cli.from_swift import shell
 from shardproof.cli.from_swift.cached import about_rows, encodes, for_recipe
-from shardproof.cli.from_swift.defaults import DEFAULTS, INSTEAD_OF, OF_RLHF, WITH_BETAS
+from shardproof.cli.from_swift.defaults import DEFAULTS, INSTEAD_OF, OF_RLHF, OF_TASK, WITH_BETAS
 from shardproof.cli.from_swift.environment import of_environment
 from shardproof.cli.from_swift.models import longest, looks_or_hears, without_parts
 from shardproof.cli.from_swift.options import (
@@ -301,9 +301,10 @@ def _freeze_towers(values: dict[str, list[str]], given: Collection[str], notes: 
 def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: list[str], nodes: int) -> None:
     """Write out Swift's defaults that are not ours, of a run on so many nodes."""
     kind = values.get("rlhf_type", ["dpo"])[0] if "rlhf_type" in known else ""
+    task = values.get("task", [""])[0]
     optimizer = values.get("optimizer", ["adamw"])[0]
     betas = optimizer in WITH_BETAS or (optimizer == "muon" and values["tuner"] == ["full"])
-    for name, value in {**DEFAULTS, **OF_RLHF.get(kind, {})}.items():
+    for name, value in {**DEFAULTS, **OF_RLHF.get(kind, {}), **OF_TASK.get(task, {})}.items():
         elsewise = INSTEAD_OF.get(name)
         if (
             name in known
@@ -373,6 +374,8 @@ def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str])
         idle = (*idle, "padding_free")
     if values.get("rlhf_type", ["dpo"])[0] in REWARDED:  # an epoch has whole batches of answers
         idle = (*idle, "drop_last")
+    if values.get("task", [""])[0] not in OF_TASK:
+        idle = (*idle, *OF_TASK["reranker"])
     if not _answers(values):
         idle = (*idle, *OF_ANSWERS)
     if not (_is_on(values, "keep_best") or "early_stop" in values):

@@ -35,7 +35,7 @@ PLACES = (
 CONTENTS = (
     *("columns", "row_format", "max_length", "truncation", "system", "chat_template", "template_variables", "loss"),
     *("model_name", "model_author", "max_pixels", "max_frame_pixels", "max_frames", "fps", "plain"),
-    *("max_image_tokens", "max_frame_tokens"),
+    *("max_image_tokens", "max_frame_tokens", "max_positives", "max_negatives"),
 )
 
 # Options that the state of an optimizer, adapters or a head have taken in, and those by which only coming steps differ.

@@ -134,8 +134,9 @@ class CommandMixin(SharesRows, StopMixin, RanksMixin, ResumeMixin, ShardedTraine
     def get_train_dataloader(self) -> DataLoader[Any]:
         rows: Any = self.train_dataset
         lengths = lengths_of(rows) if self.group_by_length else None
+        told = getattr(rows, "set_epoch", None)  # of rows that differ from one epoch to the next
         sampler = GlobalBatchSampler(
-            len(rows), self.batch_plan, self.args.process_index, self.order_seed, lengths, self.drop_last
+            len(rows), self.batch_plan, self.args.process_index, self.order_seed, lengths, self.drop_last, told
         )
         self._order = sampler
         more = {"num_workers": self.args.dataloader_num_workers, "worker_init_fn": left_to_rank}

@@ -34,6 +34,8 @@ OF_RLHF = {  # by algorithm
     "ppo": {**_GENERATING, "beta": "0.05", "num_iterations": "4"},
     "gkd": {**_GENERATING, "beta": "0.5"},
 }
+_PAIRS = {"max_positives": "1", "max_negatives": "7"}
+OF_TASK = {"reranker": _PAIRS, "generative_reranker": _PAIRS}
 # Defaults that do not count where another option says the same.
 INSTEAD_OF = {
     "warmup_ratio": "warmup_steps",

@@ -74,7 +74,10 @@ def memory(
     there = config.memory * 1e9 if config.memory else free_memory(default_device(), config.nproc)
     length = length_of(config, encoded)
     if config.recipe in ("embedding", "reranker"):  # the texts of a row pass through the model at once
-        batch = batch.model_copy(update={"micro": batch.micro * (encoded.report.most if encoded is not None else 2)})
+        texts = encoded.report.most if encoded is not None else 2
+        most = [getattr(config, name, None) or texts for name in ("max_positives", "max_negatives")]
+        texts = min(texts, sum(most))
+        batch = batch.model_copy(update={"micro": batch.micro * texts})
     asked = plan_of(config, batch, source, length, max(there, 1) / 1e9)
     try:
         found = _counted(config, asked, batch, encoded, processing)

@@ -187,14 +187,10 @@ def _check_streaming(config: RunConfig) -> None:
 def _check_cached(config: RunConfig) -> None:
     """What is about rows that are read, where none are, and what cached rows cannot be."""
     cached = first_given(config, ("cached_dataset", "cached_val_dataset"))
-    if not cached:
-        return
-    if getattr(config, "streaming", False):
+    if cached and getattr(config, "streaming", False):
         raise ConfigError(f"{cached} has all rows before training, and --streaming reads them then. Give one of them.")
-    if config.cached_dataset and config.interleave_prob:
-        raise ConfigError("--interleave-prob mixes what --dataset names: leave it or --cached-dataset out.")
-    read = ("columns", "row_format", "model_name", "model_author")
-    if not (config.dataset or config.val_dataset) and (given := first_given(config, read)):
+    given = first_given(config, ("columns", "row_format", "model_name", "model_author"))
+    if cached and given and not (config.dataset or config.val_dataset):
         raise ConfigError(
             f"{given} is about rows that are read from --dataset, and {cached} are encoded. Leave it out."
         )
@@ -211,8 +207,8 @@ def check_whole(config: RunConfig, command: str) -> None:
 
 def check_evaluation(config: RunConfig) -> None:
     """Raise ConfigError for an evaluation on nothing, or what looks at evaluations that there are none of."""
-    if config.val_split and (named := first_given(config, ("val_dataset", "cached_val_dataset"))):
-        raise ConfigError(f"{named} and --val-split are two ways to say the same: give one of them.")
+    if config.val_split and (given := first_given(config, ("val_dataset", "cached_val_dataset"))):
+        raise ConfigError(f"{given} and --val-split are two ways to say the same: give one of them.")
     given = "--eval-steps" if config.eval_steps else f"--eval-strategy {config.eval_strategy}"
     if config.eval_steps and config.eval_strategy in ("epoch", "no"):
         raise ConfigError(
@@ -286,6 +282,9 @@ def _check_task(config: RunConfig) -> None:
         raise ConfigError("--pooling is about texts that are embedded: add --task embedding.")
     if config.command == "sft" and task in ("causal_lm", "seq_cls") and first_given(config, ("loss_temperature",)):
         raise ConfigError("--loss-temperature is about texts that are compared: add --task embedding, or reranker.")
+    of_pairs = config.command != "sft" or config.recipe == "reranker"
+    if not of_pairs and (given := first_given(config, ("max_positives", "max_negatives"))):
+        raise ConfigError(f"{given} is about pairs that are ranked: add --task reranker, or generative_reranker.")
     for name, why in NOT_OF.get(task, {}).items():
         if given := first_given(config, (name,)):
             raise ConfigError(f"--task {task} and {given}: {why}. Leave one of them out.")
@@ -376,6 +375,8 @@ def _check_mixture(config: RunConfig) -> None:
     shares, named = config.interleave_prob, len(config.dataset)
     if not shares and (given := first_given(config, ("stopping_strategy",))):
         raise ConfigError(f"{given} says when a mixture of datasets ends: add --interleave-prob.")
+    if shares and config.cached_dataset:
+        raise ConfigError("--interleave-prob mixes what --dataset names: leave it or --cached-dataset out.")
     if shares and len(shares) != named:
         raise ConfigError(
             f"--interleave-prob has {len(shares)} share(s), and --dataset names {named}: each has one, in their order."

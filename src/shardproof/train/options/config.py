@@ -277,6 +277,10 @@ class SftConfig(RunConfig):
         "temperature that similarities (infonce, default: 0.1) or scores (listwise, default: 1) are divided by",
         gt=0,
     )
+    max_positives: int | None = option(
+        "Task", None, "of a reranker: how many positives of a row each pass over the data draws (default: all)", ge=1
+    )
+    max_negatives: int | None = option("Task", None, "the same of negatives", ge=1)
     loss: str = option(
         "Data",
         "answer",

@@ -158,6 +158,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             scoring=scoring,
             kind=loss_of(config),
             temperature=config.loss_temperature or 1.0,
+            most=(config.max_positives, config.max_negatives),
             **for_sft_trainer(prepared, [*callbacks, *tries_padding(prepared, "Take another model.")]),
         )
 

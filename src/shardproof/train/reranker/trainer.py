@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardproof.train.reranker import ranking
+from shardproof.train.reranker.drawn import DrawnPairs
 from shardproof.train.reranker.scoring import Scoring
 from shardproof.train.seq_cls.trainer import ScoringTrainer
 
@@ -19,9 +20,20 @@ class RerankerTrainer(ScoringTrainer):
         scoring: how the model scores a pair.
         kind: which loss.
         temperature: what scores are divided by in the loss `listwise`.
+        most: how many positives and negatives of a row each pass over the rows draws; None for all.
     """
 
-    def __init__(self, *args: Any, scoring: Scoring, kind: str, temperature: float, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        scoring: Scoring,
+        kind: str,
+        temperature: float,
+        most: tuple[int | None, int | None] = (None, None),
+        **kwargs: Any,
+    ) -> None:
+        if most != (None, None):
+            kwargs["train_dataset"] = DrawnPairs(kwargs["train_dataset"], *most, kwargs["order_seed"])
         self.scoring, self.kind, self.temperature = scoring, kind, temperature
         super().__init__(*args, loss=self._loss, **kwargs)
 

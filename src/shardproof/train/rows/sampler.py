@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
     Step k takes rows k * G to (k + 1) * G of it, G being the global batch; micro-batch j of rank r takes its part of
     these, and ranks that share rows take the same. The last step of an epoch is filled up from the start of the
     permutation, or left out with `drop_last`. With `lengths`, one for each row, a step is of rows of about one length.
+    `told` hears which epoch begins, also where a run goes on in it.
     """
 
     def __init__(
@@ -33,15 +34,18 @@ class GlobalBatchSampler(Sampler[list[int]]):
         seed: int | None,
         lengths: Sequence[int] | None = None,
         drop_last: bool = False,
+        told: Callable[[int], None] | None = None,
     ) -> None:
         self.rows, self.batch, self.reader, self.seed, self.epoch = rows, batch, rank // batch.sequence, seed, 0
-        self.steps, self.lengths = steps_of(rows, batch.whole, drop_last), lengths
+        self.steps, self.lengths, self._told = steps_of(rows, batch.whole, drop_last), lengths, told
 
     def __len__(self) -> int:
         return self.steps * self.batch.accumulation
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+        if self._told is not None:
+            self._told(epoch)
 
     def rows_of(self, step: int) -> list[int]:
         """The rows of a step, on all ranks; steps count from 1."""
