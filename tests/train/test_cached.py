@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from shardproof.cli import data, sft
+from shardproof.cli import data, sft, training
 from shardproof.data.rows import Row
 from shardproof.errors import ConfigError, DataError
+from shardproof.train.options.rlhf_config import RlhfConfig
 from shardproof.train.run import recipe_of
 
 CACHED = ["--cached-dataset", "RUNS/kept/train"]
@@ -204,6 +205,13 @@ REFUSED = {
 def test_rows_that_were_encoded_in_another_way_are_refused(tiny: Path, folder: Path, options: str) -> None:
     with pytest.raises(ConfigError, match=REFUSED[options]):
         encoded(tiny, folder / "train", *options.split())
+
+
+def test_rows_of_another_command_are_refused_before_anything_is_read(tiny: Path, folder: Path) -> None:
+    argv = ["--rlhf-type", "dpo", "--model", str(tiny), "--cached-dataset", str(folder / "train")]
+    config, _ = training.parse(RlhfConfig, "", argv)
+    with pytest.raises(ConfigError, match="was encoded for 'shardproof sft', and this is 'rlhf'"):
+        recipe_of(config).check(config, 1)
 
 
 def test_another_template_is_refused(tiny: Path, folder: Path, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from shardproof.cli import options, training
 from shardproof.cli.quiet import after_imports, before_imports
 from shardproof.errors import ConfigError
 from shardproof.train.checks.contradictions import check_whole
+from shardproof.train.checks.named import check_plugins
 from shardproof.train.options.config import RunConfig, SftConfig
 from shardproof.train.options.rlhf_config import RlhfConfig
-from shardproof.train.checks.named import check_plugins
 from shardproof.train.run import recipe_of
 
 NAME = "data encode"

@@ -45,7 +45,7 @@ class CachedRows(RowSource):
     def __init__(self, name: str) -> None:
         import datasets
 
-        folder = Path(name).expanduser()
+        folder = Path(name).expanduser().absolute()  # other processes may be in another one
         self.name, self.columns, self.folder, self.said = name, {}, folder, said_in(name)
         with _quietly():
             self._rows = datasets.load_from_disk(str(folder / ROWS))
@@ -96,8 +96,9 @@ class CachedRows(RowSource):
 
         dataset, numbers = self._encoded
         first, last = (np.searchsorted(numbers, wanted, side) for side in ("left", "right"))
-        places = np.concatenate([np.arange(*ends) for ends in zip(first, last, strict=True)] or [numbers[:0]])
-        of = np.repeat(np.arange(len(wanted)), last - first)
+        counts = last - first
+        of = np.repeat(np.arange(len(wanted)), counts)
+        places = np.arange(len(of)) + np.repeat(first - counts.cumsum() + counts, counts)
         if longest is not None:
             short = _lengths(dataset)[places] <= longest
             places, of = places[short], of[short]

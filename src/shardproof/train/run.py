@@ -69,7 +69,7 @@ from shardproof.train.resume import (
     starts,
     step_of,
 )
-from shardproof.train.rows.cached import day_of_rows
+from shardproof.train.rows.cached import check_folders, day_of_rows
 from shardproof.train.rows.dealt import dealt, tell_other_processes
 from shardproof.train.rows.media import check_media_root, tell_other_parts, warn_of_limits
 from shardproof.train.rows.read import read as read
@@ -161,6 +161,7 @@ def check(config: RunConfig, world_size: int) -> Batch:
     RunFolder.check(config)
     check_saving(config)
     check_evaluation(config)
+    check_folders(config)
     return batch
 
 

@@ -17,11 +17,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from shardproof.data.cached import CachedRows, counted, opened
+from shardproof.data.cached import CachedRows, counted, opened, said_in
 from shardproof.data.encoding.dated import day_of, writes_day
 from shardproof.data.encoding.encode import EncodeReport, nothing_left
 from shardproof.data.media.limits import LIMITS
-from shardproof.data.rows import Rows, drawn
+from shardproof.data.rows import Rows, drawn, parse_spec
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.loading.processors import file_parts, write_processing
 from shardproof.train.model.loading import tokenizer_of
@@ -52,6 +52,12 @@ def with_cached(config: RunConfig, rows: Any, specs: Sequence[str]) -> Any:
         all_ if many is None else drawn(all_, many, config.seed) for all_, many in zip(every, limits, strict=True)
     ]
     return rows.and_of(sources, chosen, [row for source in sources for row in source.skipped])
+
+
+def check_folders(config: RunConfig) -> None:
+    """Raise ConfigError for a folder of encoded rows that is none, on any of the machines that map it."""
+    for spec in (*config.cached_dataset, *config.cached_val_dataset):
+        _check_command(parse_spec(spec)[0], said_in(parse_spec(spec)[0]), config.command)
 
 
 def day_of_rows(rows: Any) -> date | None:
@@ -208,13 +214,16 @@ def _longest(config: RunConfig, source: CachedRows, report: Any, tokens: bool) -
 
 
 def _check_options(source: CachedRows, here: dict[str, Any]) -> None:
-    there = source.said["options"]
-    if there["command"] != here["command"]:
+    _check_command(source.name, source.said, here["command"])
+    _check_alike(source, source.said["options"], here)
+
+
+def _check_command(name: str, said: dict[str, Any], command: str) -> None:
+    if (there := said["options"]["command"]) != command:
         raise ConfigError(
-            f"{source.name} was encoded for 'shardproof {there['command']}', and this is '{here['command']}'.\nEncode"
-            f" its rows again: 'shardproof data encode {here['command']} ...'."
+            f"{name} was encoded for 'shardproof {there}', and this is '{command}'.\nEncode its rows again:"
+            f" 'shardproof data encode {command} ...'."
         )
-    _check_alike(source, there, here)
 
 
 def _check_more(source: CachedRows, here: dict[str, Any]) -> None:
