@@ -17,6 +17,7 @@ from shardproof.train.model.changes import tokens_of
 from shardproof.train.model.loading import load_processing, tokenizer_of
 from shardproof.train.options.config import RunConfig
 from shardproof.train.rlhf.pictures import are_pictured
+from shardproof.train.rows.cached import to_be_kept
 
 TRAIN, VAL = "train", "val"  # folders of rows to train on, and of those to evaluate on
 
@@ -49,7 +50,8 @@ def encode(config: RunConfig, folder: Path) -> list[Kept]:
         for name, those in ((TRAIN, rows), (VAL, val_rows)):
             if those is None:
                 continue
-            encoded = recipe.encode(config, those, processing)
+            with to_be_kept():
+                encoded = recipe.encode(config, those, processing)
             encoded = getattr(encoded, "encoded", encoded)  # of rows with files, which are read again in training
             if are_pictured(encoded):
                 raise ConfigError("Rows with files are encoded in each run of rlhf: it reads them in training anyway.")

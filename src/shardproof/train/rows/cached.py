@@ -11,7 +11,9 @@ import hashlib
 import json
 import tempfile
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -34,6 +36,17 @@ ALIKE = ("task", "plain", "system", "rlhf_type", "tools", "environments")
 PAIRED = ("dpo", "rm", "orpo", "cpo", "simpo")  # algorithms that make the same of rows
 OF_MACHINE = ("is_local", "local_files_only", "name_or_path")  # what a tokenizer writes of where it came from
 TEMPLATE = "chat template"
+_kept: ContextVar[bool] = ContextVar("_kept", default=False)
+
+
+@contextmanager
+def to_be_kept() -> Iterator[None]:
+    """Inside, what rows are encoded to says how, for a folder."""
+    before = _kept.set(True)
+    try:
+        yield
+    finally:
+        _kept.reset(before)
 
 
 def with_cached(config: RunConfig, rows: Any, specs: Sequence[str]) -> Any:
@@ -107,11 +120,14 @@ def encoded_once(
         kind: of its `report`.
         more: what decides about rows beside the options above.
 
-    Returns: a dataset with these attributes, and `said`, what a folder says of how they are encoded.
+    Returns: a dataset with these attributes, and, inside of `to_be_kept`, `said`, what a folder says of how they are
+        encoded.
 
     Raises:
         ConfigError: rows were encoded in another way. DataError: none is left.
     """
+    if not (_any(rows) or _kept.get()):
+        return encode(rows)
     said = said_of(config, processing, **more)
     if not _any(rows):
         encoded = encode(rows)
