@@ -16,7 +16,7 @@ from shardproof.cli import export, infer, infer_asked, options
 from shardproof.cli.deepspeed_file import same
 from shardproof.cli.from_swift import shell
 from shardproof.cli.from_swift.cached import about_rows, encodes, for_recipe
-from shardproof.cli.from_swift.defaults import DEFAULTS, INSTEAD_OF, OF_RLHF, OF_TASK, WITH_BETAS
+from shardproof.cli.from_swift.defaults import DEFAULTS, INSTEAD_OF, OF_RLHF, OF_TASK, takes_betas
 from shardproof.cli.from_swift.environment import of_environment
 from shardproof.cli.from_swift.models import longest, looks_or_hears, without_parts
 from shardproof.cli.from_swift.options import (
@@ -302,14 +302,12 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
     """Write out Swift's defaults that are not ours, of a run on so many nodes."""
     kind = values.get("rlhf_type", ["dpo"])[0] if "rlhf_type" in known else ""
     task = values.get("task", [""])[0]
-    optimizer = values.get("optimizer", ["adamw"])[0]
-    betas = optimizer in WITH_BETAS or (optimizer == "muon" and values["tuner"] == ["full"])
     for name, value in {**DEFAULTS, **OF_RLHF.get(kind, {}), **OF_TASK.get(task, {})}.items():
         elsewise = INSTEAD_OF.get(name)
         if (
             name in known
             and not (elsewise and elsewise in values)
-            and (betas or name != "adam_beta2")
+            and (name != "adam_beta2" or takes_betas(values))
             and not (name in _LORA_ONLY and (values["tuner"] != ["lora"] or "adapters" in values))
         ):
             values.setdefault(name, value.split())

@@ -42,5 +42,9 @@ INSTEAD_OF = {
     "per_device_batch_size": "global_batch_size",
     "save_steps": "save_strategy",
 }
-# Optimizers that take AdamW's numbers; muon where it does not update everything that is trained.
-WITH_BETAS = ("adamw", "adamw_8bit", "galore")
+
+
+def takes_betas(values: dict[str, list[str]]) -> bool:
+    """Whether the optimizer of a command takes AdamW's numbers: muon where there is something for AdamW."""
+    optimizer = values.get("optimizer", ["adamw"])[0]
+    return optimizer in ("adamw", "adamw_8bit", "galore") or (optimizer == "muon" and values["tuner"] == ["full"])
