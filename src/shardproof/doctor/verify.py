@@ -121,8 +121,8 @@ Values = dict[str, torch.Tensor]
 
 
 def tolerance_of(config: Any) -> float:
-    """What was asked for, or what the precision of the run allows; Muon makes matrices orthogonal in bf16, and directions
-    in which a gradient is equally large are GaLore's by rounding."""
+    """What was asked for, or what the precision of the run allows. Muon makes matrices orthogonal in bf16, and which
+    directions GaLore takes of a gradient that is equally large in several is decided by rounding."""
     if config.tolerance is not None:
         return float(config.tolerance)
     least = {MUON: "bf16", GALORE: "fp16"}.get(config.optimizer, config.precision)
