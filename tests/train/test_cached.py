@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,54 @@ def test_another_template_is_refused(tiny: Path, folder: Path, tmp_path: Path) -
 def test_what_is_no_such_folder_is_told(tiny: Path, folder: Path, name: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         encoded(tiny, folder / name)
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "of others", "no object"])
+def test_a_folder_that_is_not_whole_is_told(tiny: Path, folder: Path, tmp_path: Path, damage: str) -> None:
+    place = tmp_path / "copy"
+    shutil.copytree(folder / "train", place)
+    file = next((place / "encoded").glob("*.arrow"))
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:1500])
+    elif damage == "missing":
+        shutil.rmtree(place / "rows")
+    elif damage == "of others":
+        shutil.copytree(folder / "val" / "encoded", place / "encoded", dirs_exist_ok=True)
+    else:
+        (place / "cached.json").write_text("[1]")
+    told = {"cut": r"data-\S+ has 1,500 of", "missing": r"rows/data-\S+ is missing", "of others": r"has [\d,]+ of"}
+    with pytest.raises(ConfigError, match=told.get(damage, "is no folder of encoded rows")):
+        encoded(tiny, place)
+
+
+def test_rows_that_were_held_out_before_go_when_all_are_encoded_anew(tiny: Path, rows: Path, tmp_path: Path) -> None:
+    argv = ["encode", "--model", str(tiny), "--dataset", str(rows), "--output-dir", str(tmp_path / "kept")]
+    assert data.run([*argv, "--val-split", "0.2"]) == 0
+    assert data.run([*argv, "--overwrite"]) == 0
+    assert [place.name for place in (tmp_path / "kept").iterdir()] == ["train"]
+
+
+def test_two_processes_that_write_one_folder_do_not_mix_their_rows(tiny: Path, folder: Path, tmp_path: Path) -> None:
+    """The second begins and ends while the first writes."""
+    from shardproof.data.cached import write
+    from shardproof.train.rows.cached import to_be_kept
+
+    with to_be_kept():
+        some, those = encoded(tiny, folder / "val", "--max-length", "32")
+        other, others = encoded(tiny, folder / "train", "--max-length", "32")
+    place = tmp_path / "kept"
+
+    class Between:
+        report, numbers = other.report, other.numbers
+
+        def add_column(self, *args: Any) -> Any:
+            write(place, those, some, some.said, date.today())
+            return other.add_column(*args)
+
+    write(place, others, Between(), other.said, date.today())
+    found, _ = encoded(tiny, place, "--max-length", "32")
+    assert found["input_ids"][:] == other["input_ids"][:]
+    assert [one.name for one in tmp_path.iterdir()] == ["kept"]
 
 
 def test_shorter_rows_are_taken_and_counted(tiny: Path, folder: Path) -> None:

@@ -19,6 +19,7 @@ from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from shardproof.data.rows import BadRow, Places, Row, Rows, RowSource, parse_spec
 from shardproof.errors import ConfigError, DataError
@@ -133,19 +134,33 @@ def said_in(name: str) -> dict[str, Any]:
     """What a folder says of its rows.
 
     Raises:
-        ConfigError: it is no folder of encoded rows, or one that this release does not read.
+        ConfigError: it is no folder of encoded rows, one that this release does not read, or not all of one.
     """
     folder = Path(name).expanduser()
     try:
         said: dict[str, Any] = json.loads((folder / SAID).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        form = said.get("form")
+    except (OSError, ValueError, AttributeError):
         inside = sorted(file.parent.name for file in folder.glob(f"*/{SAID}"))
         there = f" It has {' and '.join(inside)} in it: name one." if inside else ""
         what = "is no folder of encoded rows" if folder.exists() else "does not exist"
         raise ConfigError(f"{name} {what}.{there}\n'shardproof data encode' writes such a folder.") from None
-    if said.get("form") != FORM:
+    if form != FORM:
         raise ConfigError(f"{name} was written by another release of shardproof. Encode its rows again.")
+    there = _sizes(folder)
+    for file, size in said["files"].items():
+        if there.get(file) != size:
+            has = f"has {there[file]:,} of {size:,} bytes" if file in there else "is missing"
+            raise ConfigError(
+                f"{name} is not as it was written: {file} {has}.\nCopy it again, or encode its rows again."
+            )
     return said
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """The bytes of each file of rows and what they were encoded to."""
+    files = (file for name in (ROWS, ENCODED) for file in sorted((folder / name).glob("*")))
+    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
 
 
 def opened(specs: Sequence[str]) -> tuple[list[CachedRows], list[int | None]]:
@@ -168,10 +183,9 @@ def write(folder: Path, rows: Rows, encoded: Any, said: dict[str, Any], day: dat
     """
     import numpy as np
 
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    unfinished = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}.unfinished")  # another process may write it, too
     sources: dict[str, int] = {}
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         with _quietly():
             _table(rows, sources).save_to_disk(str(unfinished / ROWS))
@@ -184,6 +198,7 @@ def write(folder: Path, rows: Rows, encoded: Any, said: dict[str, Any], day: dat
             "report": dataclasses.asdict(encoded.report),
             "sources": list(sources),
             "skipped": [[row.source, row.line, row.problem] for row in rows.skipped],
+            "files": _sizes(unfinished),
         }
         (unfinished / SAID).write_text(json.dumps(told, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
@@ -192,6 +207,19 @@ def write(folder: Path, rows: Rows, encoded: Any, said: dict[str, Any], day: dat
         raise ConfigError(f"{folder} cannot be written: {error.strerror or error}.") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove such a folder, and nothing else.
+
+    Raises:
+        ConfigError: it cannot be removed.
+    """
+    if (folder / SAID).exists():
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be removed: {error.strerror or error}.") from None
 
 
 def _table(rows: Rows, sources: dict[str, int]) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardproof.data.cached import write
+from shardproof.data.cached import remove, write
 from shardproof.data.encoding.dated import day_of
 from shardproof.data.encoding.template import set_template
 from shardproof.errors import ConfigError
@@ -32,7 +32,8 @@ class Kept:
 
 
 def encode(config: RunConfig, folder: Path) -> list[Kept]:
-    """Write the rows to train on to `train` in a folder, and those to evaluate on, if there are any, to `val`.
+    """Write the rows to train on to `train` in a folder, and those to evaluate on, if there are any, to `val`. What was
+    encoded there before goes.
 
     Raises:
         ConfigError, DataError: what the run would say before training; the folder cannot be written.
@@ -42,7 +43,7 @@ def encode(config: RunConfig, folder: Path) -> list[Kept]:
     config = config.model_copy(update={"packing": False} if hasattr(config, "packing") else {})
     if names := getattr(config, "new_special_tokens", []):
         config = config.model_copy(update={"new_special_tokens": tokens_of(names)})
-    made = []
+    found: list[tuple[str, Any, Any]] = []
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
         processing = load_processing(run.model_source(config, Path(scratch) / BASE, rows), config)
         set_template(processing, config.chat_template, config.template_variables)
@@ -55,6 +56,8 @@ def encode(config: RunConfig, folder: Path) -> list[Kept]:
             encoded = getattr(encoded, "encoded", encoded)  # of rows with files, which are read again in training
             if are_pictured(encoded):
                 raise ConfigError("Rows with files are encoded in each run of rlhf: it reads them in training anyway.")
-            write(folder / name, those, encoded, encoded.said, day)
-            made.append(Kept(folder / name, encoded.report, len(those.skipped)))
-    return made
+            found.append((name, those, encoded))
+    remove(folder / VAL)  # some of those may be among the rows to train on now
+    for name, those, encoded in found:
+        write(folder / name, those, encoded, encoded.said, day)
+    return [Kept(folder / name, encoded.report, len(those.skipped)) for name, those, encoded in found]
