@@ -215,6 +215,40 @@ def test_rows_of_another_command_are_refused_before_anything_is_read(tiny: Path,
         recipe_of(config).check(config, 1)
 
 
+def prompts_or_pairs(kind: str, model: Path, *more: str) -> RlhfConfig:
+    config, _ = training.parse(RlhfConfig, "", ["--rlhf-type", kind, "--model", str(model), *more])
+    return config
+
+
+@pytest.mark.parametrize(
+    ("encoded_for", "asked", "row", "told"),
+    [
+        (["dpo"], ["rm"], {"response": "holds", "rejected_response": "one", "margin": 1.0}, "it has a 'margin'"),
+        (
+            ["grpo", "--reward-funcs", "length"],
+            ["grpo", "--reward-funcs", "length", "--teacher-model", "MODEL"],
+            {"teacher_prompt": "one"},
+            "it has a 'teacher_prompt'",
+        ),
+    ],
+)
+def test_what_another_algorithm_would_pass_over_is_told(
+    tiny: Path, tmp_path: Path, encoded_for: list[str], asked: list[str], row: dict[str, Any], told: str
+) -> None:
+    """One folder of pairs is for several of them."""
+    from shardproof.train.encoding import encode
+    from shardproof.train.model.loading import load_processing
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"query": "the step", **row}) + "\n")
+    encode(prompts_or_pairs(encoded_for[0], tiny, *encoded_for[1:], "--dataset", str(file)), tmp_path / "kept")
+    more = [word.replace("MODEL", str(tiny)) for word in asked[1:]]
+    config = prompts_or_pairs(asked[0], tiny, *more, "--cached-dataset", str(tmp_path / "kept" / "train"))
+    recipe: Any = recipe_of(config)
+    with pytest.raises(DataError, match=rf"rows.jsonl:1: {told}[^\n]*\nEncode the rows again for this run"):
+        recipe.encode(config, recipe.read(config)[0], load_processing(str(tiny), config))
+
+
 def test_another_template_is_refused(tiny: Path, folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(tiny, other)

@@ -14,6 +14,7 @@ from shardproof.data.forms.formats import Form, with_system
 from shardproof.data.forms.parts import Problem
 from shardproof.data.forms.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import BadRow, Places, Rows, pass_over
+from shardproof.data.sources.ready import RowSource
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.loading.processors import processor_class
 from shardproof.train.model.loading import first_line, tokenizer_of
@@ -105,6 +106,7 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
             raise ConfigError("--cached-dataset: in rlhf rows with files are encoded in each run. Name their files.")
         return encode_pictured(config, rows, processing, partial(example_of, config), prompts, PairReport())
     to_learn, answered = partial(_encoded, config, tokenizer=tokenizer_of(processing)), writes_all_answers(config)
+    _check_kept(config, rows)
     return encoded_once(config, rows, processing, to_learn, PairReport, seq_kd=answered)
 
 
@@ -209,8 +211,7 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
                 example, conversations = example_of(config, row, seen)
                 tools = shown.of(row)
                 each = [_tokens(turns, row, template, seen, tokenizer, prompts, tools) for turns in conversations]
-                if ALGORITHMS[config.rlhf_type].experimental and row.extra.get("tools"):
-                    raise Problem(f"it has tools, and with --rlhf-type {config.rlhf_type} the model would not see them")
+                _refuse_tools(config, row)
             except Problem as problem:
                 yield row, (None, str(problem))
             else:
@@ -269,10 +270,7 @@ def example_of(config: RlhfConfig, row: Any, seen: Any = None) -> tuple[dict[str
         Problem: the algorithm would pass over something in the row.
     """
     form, chat = form_of(config), row.kind == "chat"
-    if config.rlhf_type == "rm" and row.extra.get("margin"):
-        raise Problem("it has a 'margin', and answers are compared without one here: take that column out of the rows")
-    if config.teacher_model and row.extra.get("columns", {}).get("teacher_prompt"):
-        raise Problem("it has a 'teacher_prompt', and the teacher is asked what the model is: take that column out")
+    _refuse_passed_over(config, row)
 
     def words(part: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [_bare(turn) for turn in (part if seen is None else seen.in_its_words(part))]
@@ -306,6 +304,36 @@ def example_of(config: RlhfConfig, row: Any, seen: Any = None) -> tuple[dict[str
     if row.extra.get("tools") and form is not PROMPTS:
         example["tools"] = row.extra["tools"]
     return example, conversations
+
+
+def _refuse_passed_over(config: RlhfConfig, row: Any) -> None:
+    """Raise Problem for what the algorithm has no use for in a row."""
+    if config.rlhf_type == "rm" and row.extra.get("margin"):
+        raise Problem("it has a 'margin', and answers are compared without one here: take that column out of the rows")
+    if config.teacher_model and row.extra.get("columns", {}).get("teacher_prompt"):
+        raise Problem("it has a 'teacher_prompt', and the teacher is asked what the model is: take that column out")
+
+
+def _refuse_tools(config: RlhfConfig, row: Any) -> None:
+    """Raise Problem for tools of which TRL's trainer would not tell the model."""
+    if ALGORITHMS[config.rlhf_type].experimental and row.extra.get("tools"):
+        raise Problem(f"it has tools, and with --rlhf-type {config.rlhf_type} the model would not see them")
+
+
+def _check_kept(config: RlhfConfig, rows: Any) -> None:
+    """Raise DataError for a row of a folder in which this run passes over something that the one for which it was
+    encoded did not."""
+    refuses = config.rlhf_type == "rm" or config.teacher_model or ALGORITHMS[config.rlhf_type].experimental
+    for source, pairs in rows.by_source() if refuses and isinstance(rows, Rows) and rows.ready else ():
+        for _, record in pairs if isinstance(source, RowSource) else ():
+            row = source.row(record)
+            try:
+                _refuse_passed_over(config, row)
+                _refuse_tools(config, row)
+            except Problem as problem:
+                raise DataError(
+                    f"{source.name}: {row.where}: {problem}.\nEncode the rows again for this run."
+                ) from None
 
 
 def _bare(turn: dict[str, Any]) -> dict[str, Any]:
