@@ -378,7 +378,7 @@ def _other_data(start: Path, what: str) -> ConfigError:
 
 
 def _short(value: Any) -> str:
-    text = str(value)
+    text = ",".join(f"{name}={one}" for name, one in value.items()) if isinstance(value, dict) else str(value)
     return text if len(text) <= 40 else text[:37] + "..."
 
 

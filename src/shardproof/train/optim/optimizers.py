@@ -76,11 +76,26 @@ def check_arguments(config: Any) -> None:
             said = f"--optimizer-arguments {argument}={value}"
             raise ConfigError(f"{said}: --optimizer {name} has no such argument.{hint}\n{there}")
     if registered is None:
+        for argument, value in given.items():
+            if kinds := _kinds_of(takes[argument].default):
+                wanted, what = kinds
+                if not isinstance(value, wanted) or isinstance(value, bool) is not (wanted is bool):
+                    raise ConfigError(f"--optimizer-arguments {argument}={value}: {argument} should be {what}.")
         try:
             kind([torch.nn.Parameter(torch.zeros(1, 1))], **given)
         except (TypeError, ValueError) as error:
             said = " ".join(f"{argument}={value}" for argument, value in given.items())
             raise ConfigError(f"--optimizer-arguments {said}: {error}") from error
+
+
+def _kinds_of(default: Any) -> tuple[Any, str] | None:
+    """What an argument may be that is this by default, and how that is told; None where it may be anything."""
+    kinds: dict[type, tuple[Any, str]] = {
+        bool: (bool, "true or false"),
+        int: (int, "a whole number"),
+        float: ((int, float), "a number"),
+    }
+    return kinds.get(type(default))
 
 
 def made_by(
