@@ -684,6 +684,35 @@ def test_a_file_of_options_is_read_as_the_command_that_it_is(how: str, tmp_path:
     assert "--lora-rank 8" in words  # a default of Swift's
 
 
+@pytest.mark.parametrize("name", ["run.yaml", "run.json"])
+def test_dollars_of_a_file_stand_for_themselves(tmp_path: Path, name: str) -> None:
+    """No shell reads it. JSON may be written with tabs, and a character as two halves."""
+    said = {"model": "m", "dataset": "a", "system": "\U0001f600 $5 $(x)", "ENV": {"ROOT_IMAGE_DIR": "$a"}}
+    file = tmp_path / name
+    file.write_text(json.dumps(said, indent="\t") if name == "run.json" else yaml.safe_dump(said))
+    found = options(swift.translate(f"swift sft {file}")[0])
+    assert (found["--system"], found["--media-root"]) == ("'\U0001f600 $5 $(x)'", "'$a'")
+    file.write_text(json.dumps({**said, "system": "${x}"}))
+    with pytest.raises(ConfigError, match="does not say what"):
+        swift.translate(f"swift sft {file}")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("run.yaml", "model: m\nENV: [a]\n", "ENV holds variables by their names"),
+        ("run.json", '{"model": ', "run.json is not a JSON file"),
+        ("run.json", "[1]", "must hold options"),
+    ],
+)
+def test_a_file_that_holds_something_else_is_told(tmp_path: Path, name: str, text: str, told: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        swift.translate(f"swift sft {tmp_path / name}")
+    with pytest.raises(ConfigError, match="--config names a file of options, and there is none behind it"):
+        swift.translate("swift sft --config")
+
+
 def test_a_file_that_is_not_there_or_says_what_is_not_here_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"There is no file train.yaml"):
         swift.translate("swift sft --config train.yaml --model a")

@@ -24,16 +24,26 @@ Loader.add_implicit_resolver(
 )
 
 
+def named(path: str) -> Path:
+    """The file of options of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        what = f"{path} is a folder" if file.is_dir() else f"There is no file {path}"
+        raise ConfigError(f"{what}. What stands without an option, or behind --config, is a file of options.")
+    return file
+
+
 def entries(path: str) -> Iterator[tuple[int, str, str, Any]]:
     """Line, name, value as it is written, and value of every option in the file.
 
     Raises:
         ConfigError: there is no such file, it is not YAML, or holds no options.
     """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        what = f"{path} is a folder" if file.is_dir() else f"There is no file {path}"
-        raise ConfigError(f"{what}. What stands without an option, or behind --config, is a file of options.")
+    file = named(path)
     try:
         text = file.read_text(encoding="utf-8")
         loader = Loader(text)

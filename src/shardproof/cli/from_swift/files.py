@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from typing import Any
 
-from shardproof.cli.yaml_file import entries
+from shardproof.cli.yaml_file import entries, named
+from shardproof.errors import ConfigError
 
 ENDS = (".yaml", ".yml", ".json")
+LITERAL = "\x03"  # a dollar that stands for itself
 VARIABLES = "ENV"  # what of a file is set as variables
 
 
@@ -18,17 +22,32 @@ def read(path: str) -> tuple[list[tuple[str, list[str]]], dict[str, str]]:
         ConfigError: there is no such file, or it holds no options.
     """
     options, variables = [], dict[str, str]()
-    for _, name, _, value in entries(path):
-        if name == VARIABLES:
-            variables = {variable: str(said) for variable, said in (value or {}).items()}
+    for name, value in _entries(path):
+        if name != VARIABLES:
+            words = [_word(one) for one in (value if isinstance(value, list) else [value])]
+            options.append((name.replace("-", "_"), words))
+        elif isinstance(value or {}, dict):
+            variables = {variable: _word(said) for variable, said in (value or {}).items()}
         else:
-            options.append(
-                (name.replace("-", "_"), [_word(one) for one in (value if isinstance(value, list) else [value])])
-            )
+            raise ConfigError(f"{path}: {VARIABLES} holds variables by their names, such as 'NPROC_PER_NODE: 2'.")
     return options, variables
 
 
+def _entries(path: str) -> Iterable[tuple[str, Any]]:
+    if not path.endswith(".json"):
+        return ((name, value) for _, name, _, value in entries(path))
+    try:  # YAML has no tabs before a line, and halves of characters stay halves in it
+        said = json.loads(named(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not a JSON file: {error}") from None
+    if not isinstance(said, dict):
+        raise ConfigError(f"{path} must hold options, one object; it holds something else.")
+    return said.items()
+
+
 def _word(value: Any) -> str:
-    if isinstance(value, dict):
-        return json.dumps(value, ensure_ascii=False)
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+    if isinstance(value, (dict, list)):
+        word = json.dumps(value, ensure_ascii=False)
+    else:
+        word = str(value).lower() if isinstance(value, bool) or value is None else str(value)
+    return re.sub(r"\$(?!\{)", LITERAL, word)  # no shell reads it; in braces it stands for something

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from shardproof.cli.elsewhere import COMMANDS
 from shardproof.cli.from_swift import files
+from shardproof.cli.from_swift.files import LITERAL
 from shardproof.cli.from_swift.launchers import command_at, launched
 from shardproof.cli.from_swift.options import VARIABLES
 from shardproof.errors import ConfigError
@@ -27,7 +28,6 @@ READ = ("sft", "pt", "rlhf", "infer", "export")
 _PRETRAINING = {"use_chat_template": "false", "loss_scale": "all"}  # what 'pt' is beside 'sft'
 _BLANK = "\x01"  # in a sum, which is one word
 _BARE = "\x02"  # the dollar of a variable that no quotes hold together
-_LITERAL = "\x03"  # a dollar in single quotes or behind a backslash
 # Behind :- and the like stands what a variable is where it is nothing, which may hold one in braces.
 _VARIABLE = re.compile(
     rf"([{_BARE}$])(?:([A-Za-z_]\w*)|\{{([A-Za-z_]\w*)(?:(:?[-=])((?:[^{{}}]|\{{[^{{}}]*\}})*))?\}})"
@@ -106,10 +106,10 @@ def _commands(text: str) -> tuple[list[list[str]], bool]:
     def stash(match: re.Match[str]) -> str:
         if not match[1]:
             return ""
-        quotes.append(match[1].replace("$" if match[1][0] == "'" else r"\$", _LITERAL))
+        quotes.append(match[1].replace("$" if match[1][0] == "'" else r"\$", LITERAL))
         return f"\x00{len(quotes) - 1}\x00"
 
-    text = _QUOTED_OR_COMMENT.sub(stash, text).replace(r"\$", _LITERAL)
+    text = _QUOTED_OR_COMMENT.sub(stash, text).replace(r"\$", LITERAL)
     text = re.sub(r"\\[ \t]*\r?\n", " ", text)
     text = re.sub(r"\n\s*(?=--)", " ", text)
     bare = _REDIRECTION.sub(" ", text)
@@ -201,14 +201,16 @@ def _line(words: list[str], variables: dict[str, str]) -> Line:
     shown += [(f"{name}={value}", value) for name, value in line.variables.items() if name in VARIABLES]
     for whole, value in shown:
         _check_known(whole, value)
-    line.options = [(name, [value.replace(_LITERAL, "$") for value in given]) for name, given in line.options]
-    line.variables = {name: value.replace(_LITERAL, "$") for name, value in line.variables.items()}
+    line.options = [(name, [value.replace(LITERAL, "$") for value in given]) for name, given in line.options]
+    line.variables = {name: value.replace(LITERAL, "$") for name, value in line.variables.items()}
     return line
 
 
 def _take_files(line: Line) -> None:
     """Put the options of a file, and its variables, where it is named; what stands on the command line wins."""
     for path in [" ".join(given) for name, given in line.options if name == "config"]:
+        if not path:
+            raise ConfigError("--config names a file of options, and there is none behind it.")
         _check_known(path, path)
         said, variables = files.read(path)
         given = {name for name, _ in line.options}
