@@ -53,6 +53,17 @@ def test_a_long_picture_has_no_more_either() -> None:
     assert made.size == (6 * 28, 28)
 
 
+@pytest.mark.parametrize("size", [(200, 1), (1, 83), (70, 2), (76, 19), (5, 5), (30, 20)])
+def test_small_pictures_are_scaled_up_within_the_bound(processor: Any, size: tuple[int, int]) -> None:
+    side, fewest = square_of_token(processor)  # type: ignore[misc]
+    picture = Image.new("RGB", size)
+    for most in (2 * fewest, 3 * fewest, 8 * fewest):
+        made = scaled(picture.copy(), Limits(max_image_tokens=most, token_side=side, fewest_tokens=fewest))
+        assert tokens_of(processor, made) <= most
+        if tokens_of(processor, picture) <= most:
+            assert made.size == size
+
+
 def test_frames_have_a_bound_of_their_own() -> None:
     of_both = Limits(max_image_tokens=64, max_frame_tokens=16, token_side=28)
     assert of_both.of_frames().max_image_tokens == 16

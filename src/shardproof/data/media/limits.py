@@ -21,6 +21,7 @@ class Limits:
         max_pixels: larger pictures and frames are scaled down to so many pixels, their proportions kept.
         max_image_tokens: the same by the tokens that the model gets of them, squares of `token_side` pixels.
         max_frame_tokens: the same of frames of videos.
+        fewest_tokens: to so many a smaller picture is scaled up by the processor.
         max_seconds: of a sound or a video; longer ones cannot be used.
         max_frame_pixels: the same of frames of videos; by default `max_pixels`.
         max_frames: of a video; evenly spread ones are taken where there are more.
@@ -41,6 +42,7 @@ class Limits:
     max_image_tokens: int | None = None
     max_frame_tokens: int | None = None
     token_side: int = 1
+    fewest_tokens: int = 1
     remote: bool = False
     remote_cache: Path | None = None
     remote_bytes: int = 100_000_000

@@ -64,7 +64,8 @@ def media_limits(config: RunConfig, processor: Any) -> Limits:
     for pixels, tokens in EITHER:
         if None not in (getattr(config, pixels), getattr(config, tokens)):
             raise ConfigError(f"{flag(pixels)} and {flag(tokens)} are two bounds of one thing. Give one of them.")
-    least = min((n for n in (config.max_image_tokens, config.max_frame_tokens) if n is not None), default=None)
+    bound = min((n for n in (config.max_image_tokens, config.max_frame_tokens) if n is not None), default=None)
+    side, fewest = (1, 1) if bound is None else _square_of_token(config, processor, bound)
     return Limits(
         root=Path(config.media_root).expanduser() if config.media_root else None,
         max_pixels=config.max_pixels,
@@ -72,7 +73,8 @@ def media_limits(config: RunConfig, processor: Any) -> Limits:
         max_frame_pixels=config.max_frame_pixels,
         max_image_tokens=config.max_image_tokens,
         max_frame_tokens=config.max_frame_tokens,
-        token_side=1 if least is None else _token_side(config, processor, least),
+        token_side=side,
+        fewest_tokens=fewest,
         max_frames=config.max_frames,
         fps=config.fps,
         remote=config.allow_remote_media,
@@ -81,14 +83,14 @@ def media_limits(config: RunConfig, processor: Any) -> Limits:
     )
 
 
-def _token_side(config: RunConfig, processor: Any, fewest: int) -> int:
-    """Of what square of pixels the model gets a token.
+def _square_of_token(config: RunConfig, processor: Any, bound: int) -> tuple[int, int]:
+    """Of what square of pixels the model gets a token, and how many it gets of a picture at least.
 
     Raises:
-        ConfigError: its processor does not say it, or makes more tokens of every picture than the `fewest` of a bound.
+        ConfigError: its processor does not say it, or makes more tokens of every picture than the lowest `bound`.
     """
     if processor is tokenizer_of(processor):
-        return 1  # it takes no files, which is told
+        return 1, 1  # it takes no files, which is told
     given = next(tokens for _, tokens in EITHER if getattr(config, tokens) is not None)
     said = square_of_token(processor)
     if said is None:
@@ -96,12 +98,11 @@ def _token_side(config: RunConfig, processor: Any, fewest: int) -> int:
             f"{flag(given)}: the processor of {config.model} does not say how many pixels a token has. Take"
             " --max-pixels and --max-frame-pixels."
         )
-    side, least = said
-    if fewest < 2 * least:  # it scales the smallest ones up, and rounds up then
+    if bound < 2 * said[1]:  # it scales the smallest ones up, and rounds up then
         raise ConfigError(
-            f"{flag(given)} {fewest}: the processor of {config.model} makes up to {2 * least} of the smallest picture."
+            f"{flag(given)} {bound}: the processor of {config.model} makes up to {2 * said[1]} of the smallest picture."
         )
-    return side
+    return said
 
 
 def takes_files(model: str) -> bool:
