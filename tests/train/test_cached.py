@@ -249,6 +249,41 @@ def test_what_another_algorithm_would_pass_over_is_told(
         recipe.encode(config, recipe.read(config)[0], load_processing(str(tiny), config))
 
 
+def test_rows_of_files_and_folders_are_put_together_as_those_of_files_are(tiny: Path, tmp_path: Path) -> None:
+    """A column of whole numbers in one and of others in the next, for rewards; and not texts with conversations."""
+    from shardproof.train.encoding import encode
+    from shardproof.train.model.loading import load_processing
+
+    rows = {"whole": {"query": "the step", "n": 1}, "real": {"query": "a step", "n": 1.5}, "text": {"prompt": "a"}}
+    for name, row in rows.items():
+        (tmp_path / name).with_suffix(".jsonl").write_text(json.dumps(row) + "\n")
+
+    def asked(*more: str) -> RlhfConfig:
+        words = [str(tmp_path / word) if word[0] != "-" else word for word in more]
+        return prompts_or_pairs("grpo", tiny, "--reward-funcs", "length", *words)
+
+    def found(*more: str) -> Any:
+        config = asked(*more)
+        recipe: Any = recipe_of(config)
+        return recipe.encode(config, recipe.read(config)[0], load_processing(str(tiny), config))
+
+    encode(asked("--dataset", "whole.jsonl"), tmp_path)
+    plain = found("--dataset", "real.jsonl", "whole.jsonl")
+    assert found("--dataset", "real.jsonl", "--cached-dataset", "train")[:] == plain[:]
+    with pytest.raises(DataError, match=r"is plain text and .* is a conversation, and a run takes one of the two"):
+        found("--dataset", "text.jsonl", "--cached-dataset", "train")
+
+
+def test_some_rows_of_texts_in_pieces_are_counted(tiny: Path, tmp_path: Path) -> None:
+    file, argv = tmp_path / "raw.jsonl", [*RAW, "--model", str(tiny)]
+    file.write_text("".join(json.dumps({"text": "the shard holds a rank " * (n + 1)}) + "\n" for n in range(6)))
+    assert data.run(["encode", *argv, "--dataset", str(file), "--output-dir", str(tmp_path / "kept")]) == 0
+    some, rows = encoded(tiny, f"{tmp_path / 'kept' / 'train'}#3", *RAW)
+    counts = [list(some.numbers).count(number) for number in range(len(rows))]
+    assert some.report.split == sum(many > 1 for many in counts) > 0
+    assert some.report.pieces == sum(many for many in counts if many > 1)
+
+
 def test_another_template_is_refused(tiny: Path, folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(tiny, other)

@@ -192,7 +192,7 @@ def _check_cached(config: RunConfig) -> None:
     given = first_given(config, ("columns", "row_format", "model_name", "model_author"))
     if cached and given and not (config.dataset or config.val_dataset):
         raise ConfigError(
-            f"{given} is about rows that are read from --dataset, and {cached} are encoded. Leave it out."
+            f"{given} is about rows that are read from --dataset, and those of {cached} are encoded. Leave it out."
         )
 
 

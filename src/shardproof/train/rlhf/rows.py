@@ -197,13 +197,7 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
 
     def made(some: Iterable[Any]) -> Iterator[tuple[Any, Example]]:
         for row in some:
-            if row.kind != first.kind:
-                texts, chats = (row, first) if row.kind == "text" else (first, row)
-                raise DataError(
-                    f"{texts.where} is plain text and {chats.where} is a conversation, and a run takes one of the two."
-                    "\nWrite the text as a conversation ('messages', or 'query' and 'response'), or train on one of"
-                    " the two."
-                )
+            _check_kind(row, first)
             if begin and row.messages[0]["content"].startswith(begin):
                 prompt = row.messages[0]["content"].removeprefix(begin)
                 row = replace(row, messages=[{**row.messages[0], "content": prompt}, *row.messages[1:]])
@@ -220,6 +214,16 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
                 yield row, (None if lost else example, (length, largest))
 
     yield from walk(rows, made, as_many_as_help(config.workers))
+
+
+def _check_kind(row: Any, first: Any) -> None:
+    """Raise DataError for a row that is a text, where the first is a conversation, or the other way round."""
+    if row.kind != first.kind:
+        texts, chats = (row, first) if row.kind == "text" else (first, row)
+        raise DataError(
+            f"{texts.where} is plain text and {chats.where} is a conversation, and a run takes one of the two.\nWrite"
+            " the text as a conversation ('messages', or 'query' and 'response'), or train on one of the two."
+        )
 
 
 def _tokens(
@@ -322,10 +326,11 @@ def _refuse_tools(config: RlhfConfig, row: Any) -> None:
 
 def _check_kept(config: RlhfConfig, rows: Any) -> None:
     """Raise DataError for a row of a folder in which this run passes over something that the one for which it was
-    encoded did not."""
+    encoded did not, and for rows of different kinds, each of which was encoded for itself."""
     refuses = config.rlhf_type == "rm" or config.teacher_model or ALGORITHMS[config.rlhf_type].experimental
-    for source, pairs in rows.by_source() if refuses and isinstance(rows, Rows) and rows.ready else ():
-        for _, record in pairs if isinstance(source, RowSource) else ():
+    for source, pairs in rows.by_source() if isinstance(rows, Rows) and rows.ready else ():
+        _check_kind(rows[pairs[0][0]], rows[0])
+        for _, record in pairs if refuses and isinstance(source, RowSource) else ():
             row = source.row(record)
             try:
                 _refuse_passed_over(config, row)

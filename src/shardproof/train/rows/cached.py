@@ -11,6 +11,7 @@ import hashlib
 import json
 import tempfile
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -160,7 +161,7 @@ def _together(parts: Sequence[Any]) -> Any:
     if not others:
         return first
     try:
-        whole = datasets.concatenate_datasets(list(parts))
+        whole = datasets.concatenate_datasets(_with_like_numbers(parts))
     except (ValueError, TypeError) as error:
         raise DataError(f"The rows of folders and files cannot be put together: {error}") from error
     whole.report, whole.places, whole.numbers = first.report, first.places, array("q", first.numbers)
@@ -169,6 +170,20 @@ def _together(parts: Sequence[Any]) -> Any:
         whole.places.extend(part.places)
         whole.numbers.extend(part.numbers)
     return whole
+
+
+def _with_like_numbers(parts: Sequence[Any]) -> list[Any]:
+    """The parts, their whole numbers as they would be in one table with those of others that are none."""
+    import datasets
+
+    whole, real = datasets.Value("int64"), datasets.Value("float64")
+    mixed = {name for part in parts for name, kind in part.features.items() if kind == real}
+    found = []
+    for part in parts:
+        for name in [name for name in part.features if name in mixed and part.features[name] == whole]:
+            part = part.cast_column(name, real)
+        found.append(part)
+    return found
 
 
 def _part(
@@ -198,12 +213,23 @@ def _part(
 
 def _of_part(report: Any, found: Any, wanted: int) -> Any:
     """The report on some of the rows of a folder."""
-    kept = len(set(found.numbers))
     if not isinstance(report, EncodeReport):
         return replace(report, rows=wanted, kept=len(found))
+    pieces = Counter(found.numbers)
+    several = [many for many in pieces.values() if many > 1]
     tokens, learnt = counted(found)
-    numbers = {"rows": wanted, "kept": kept, "dropped": wanted - kept, "tokens": tokens, "learnt_tokens": learnt}
-    return replace(report, **numbers, unlearnable=0, truncated=min(report.truncated, kept))
+    return replace(
+        report,
+        rows=wanted,
+        kept=len(pieces),
+        dropped=wanted - len(pieces),
+        unlearnable=0,
+        truncated=min(report.truncated, len(pieces)),
+        split=len(several),
+        pieces=sum(several),
+        tokens=tokens,
+        learnt_tokens=learnt,
+    )
 
 
 def _longest(config: RunConfig, source: CachedRows, report: Any, tokens: bool) -> int | None:
