@@ -147,10 +147,10 @@ def said_in(name: str) -> dict[str, Any]:
         raise ConfigError(f"{name} {what}.{there}\n'shardproof data encode' writes such a folder.") from None
     if form != FORM:
         raise ConfigError(f"{name} was written by another release of shardproof. Encode its rows again.")
-    there = _sizes(folder)
+    found = _sizes(folder)
     for file, size in said["files"].items():
-        if there.get(file) != size:
-            has = f"has {there[file]:,} of {size:,} bytes" if file in there else "is missing"
+        if found.get(file) != size:
+            has = f"has {found[file]:,} of {size:,} bytes" if file in found else "is missing"
             raise ConfigError(
                 f"{name} is not as it was written: {file} {has}.\nCopy it again, or encode its rows again."
             )

@@ -330,7 +330,9 @@ def _check_kept(config: RlhfConfig, rows: Any) -> None:
     refuses = config.rlhf_type == "rm" or config.teacher_model or ALGORITHMS[config.rlhf_type].experimental
     for source, pairs in rows.by_source() if isinstance(rows, Rows) and rows.ready else ():
         _check_kind(rows[pairs[0][0]], rows[0])
-        for _, record in pairs if refuses and isinstance(source, RowSource) else ():
+        if not (refuses and isinstance(source, RowSource)):
+            continue
+        for _, record in pairs:
             row = source.row(record)
             try:
                 _refuse_passed_over(config, row)
