@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardproof.cli import data, sft, training
-from shardproof.data.rows import Row
+from shardproof.data.rows import Row, read_rows
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.options.rlhf_config import RlhfConfig
 from shardproof.train.run import recipe_of
@@ -352,6 +352,11 @@ def test_two_processes_that_write_one_folder_do_not_mix_their_rows(tiny: Path, f
     found, _ = encoded(tiny, place, "--max-length", "32")
     assert found["input_ids"][:] == other["input_ids"][:]
     assert [one.name for one in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_folder_among_files_is_told(folder: Path) -> None:
+    with pytest.raises(DataError, match="is a folder of rows that are encoded, which --cached-dataset takes"):
+        read_rows([folder / "train"])
 
 
 def test_shorter_rows_are_taken_and_counted(tiny: Path, folder: Path) -> None:

@@ -22,9 +22,10 @@ from typing import Any
 from uuid import uuid4
 
 from shardproof.data.rows import BadRow, Places, Row, Rows, RowSource, parse_spec
+from shardproof.data.sources.ready import SAID
 from shardproof.errors import ConfigError, DataError
 
-SAID, ENCODED, ROWS = "cached.json", "encoded", "rows"  # in a folder
+ENCODED, ROWS = "encoded", "rows"  # in a folder
 OF, BYTES = "number of the row", "bytes in base64"  # a column of what was encoded; a value of a row
 FORM = 1  # of such a folder, as this release writes it
 AT_ONCE = 10_000  # rows that are put into a table together

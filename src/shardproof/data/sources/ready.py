@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from shardproof.data.rows import Row
 
 
+SAID = "cached.json"  # in a folder of encoded rows
+
+
 class RowSource:
     """A source whose records are rows already, each with the checksum of the record that it was: see cached.py."""
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from shardproof.data.sources.ready import SAID
 from shardproof.errors import DataError
 
 csv.field_size_limit(2**31 - 1)
@@ -27,7 +28,6 @@ csv.field_size_limit(2**31 - 1)
 BOM = b"\xef\xbb\xbf"
 _SUBSETS = re.compile(r"((?:\w\w::)?[\w.-]+/[\w.-]+):([\w.-]+(?:/[\w.-]+)+)")  # as ms-swift names them
 CALLED = ("tools", "tool_calls")  # fields in which each row has names of its own
-
 OPEN = 64  # files that stay open to be read from: a process may hold some hundred, and a dataset may be thousands
 _open: deque[BinaryIO] = deque()
 
@@ -75,6 +75,8 @@ def open_source(
     if path.is_dir():
         if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
             raise DataError(f"{name} is a folder that save_to_disk of datasets has written. {FIRST['.arrow']}")
+        if (path / SAID).is_file():
+            raise DataError(f"{name} is a folder of rows that are encoded, which --cached-dataset takes.")
         files = sorted(p.name for p in path.iterdir() if p.suffix.lower() in KINDS)
         inside = f" It holds {', '.join(files[:5])}{', ...' if len(files) > 5 else ''}." if files else ""
         raise DataError(f"{name} is a folder. Name the files in it that are to be read.{inside}")
@@ -89,9 +91,8 @@ def open_source(
         raise DataError(f"{name} {ending}; what can be read ends in {', '.join(KINDS)}.{first and ' '}{first}")
     try:
         with path.open("rb") as file:
-            empty = not any(chunk.removeprefix(BOM).strip() for chunk in iter(lambda: file.read(65536), b""))
-        if empty:
-            raise DataError(f"{name} is empty.")
+            if not any(chunk.removeprefix(BOM).strip() for chunk in iter(lambda: file.read(65536), b"")):
+                raise DataError(f"{name} is empty.")
         return kind(name, path, columns)
     except OSError as error:
         raise DataError(f"{name} cannot be read: {error.strerror or error}.") from error
