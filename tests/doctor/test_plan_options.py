@@ -572,6 +572,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "rm": {},
     "gkd": {"lmbda": 0.0},
     "gkd besides sft": {"lmbda": 0.0, "sft_alpha": 0.1},
+    "gkd in few tokens": {"lmbda": 0.0, "gkd_logits_topk": 64},
+    "gkd in few tokens besides sft": {"lmbda": 0.0, "gkd_logits_topk": 64, "sft_alpha": 0.1},
     "gkd of its own answers": {"lmbda": 1.0, "max_completion_length": 64},
     "grpo": {"reward_funcs": ["length"], "num_generations": 4, "max_completion_length": 64, "beta": 0.1},
 }

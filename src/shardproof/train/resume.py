@@ -65,7 +65,7 @@ TOLD = (
     *("desirable_weight", "undesirable_weight", "ref_model", "teacher_model", "reward_model", "value_model"),
     *("adapters", "ref_adapters"),
     *("sync_ref_steps", "reward_funcs", "reward_weights", "format_pattern", "scale_rewards", "max_completion_length"),
-    *("advantage_estimator", "kl_in_reward", "teacher_kl_coef", "sft_alpha"),
+    *("advantage_estimator", "kl_in_reward", "teacher_kl_coef", "sft_alpha", "gkd_logits_topk"),
     *("tools", "environments", "max_tool_calling_iterations", "dynamic_sample", "max_resample_times"),
     *("temperature", "top_p", "top_k", "repetition_penalty", "epsilon", "epsilon_high", "delta"),
     *("importance_sampling_level", "mask_truncated_completions", "lmbda", "seq_kd", "gamma", "gae_lambda"),

@@ -159,10 +159,14 @@ def held(
 
 def loss_of_rlhf(config: RlhfDoctorConfig) -> tuple[str, Loss]:
     """The class of transformers and the loss of a run of rlhf: what `make_plan` takes besides the config."""
+    from shardproof.doctor.planning.imagine import Taught
+
     if config.rlhf_type in REFERRED:
         return CAUSAL, "fused"
     if config.rlhf_type == "rm":
         return SCORER, "scores"
+    if config.rlhf_type == "gkd" and config.gkd_logits_topk:
+        return CAUSAL, Taught(config.gkd_logits_topk, bool(config.sft_alpha))
     if config.rlhf_type == "gkd":
         return CAUSAL, "distilled and written" if config.sft_alpha else "distilled"
     alpha = {"orpo": 1.0, "cpo": 1.0, "simpo": 0.0}[config.rlhf_type] if config.cpo_alpha is None else config.cpo_alpha

@@ -41,6 +41,7 @@ from shardproof.doctor.planning.stand_ins import (
     add_fused_head,
     contrasted,
     distilled,
+    distilled_in,
     optimizer_of,
     summed,
 )
@@ -64,7 +65,16 @@ if TYPE_CHECKING:
     from shardproof.doctor.planning.sample import Sample
 
 FROM_START, FROM_END = 3, 2  # segments of each pass that are told apart: reductions are under way for three blocks
-Loss = Literal[
+
+
+class Taught(NamedTuple):
+    """A loss by so many of a teacher's likeliest tokens, and as in sft besides, or not."""
+
+    topk: int
+    written: bool
+
+
+_Named = Literal[
     "text",
     "scores",
     "vectors",
@@ -75,6 +85,7 @@ Loss = Literal[
     "contrasted",
     "contrasted and written",
 ]
+Loss = _Named | Taught
 PASSES = 3  # of a step with more micro-batches: the first, those in the middle, which are alike, and the last
 
 Key = tuple[str, int]
@@ -291,6 +302,8 @@ class Rank:
         labels = inputs.pop("labels")
         if self.loss in ("scores", "vectors", "last"):
             return summed(self.model(**inputs))
+        if isinstance(self.loss, Taught):
+            return distilled_in(self.model, inputs, labels, *self.loss)
         if self.loss in ("distilled", "distilled and written"):
             return distilled(self.model(**inputs).logits, labels, written=self.loss != "distilled")
         if self.loss in ("contrasted", "contrasted and written"):

@@ -16,6 +16,9 @@ from torch.overrides import TorchFunctionMode
 from shardproof.doctor.planning.ledger import HELD, HOME, Ledger
 from shardproof.errors import ConfigError
 from shardproof.models.forward import without_adapters
+from shardproof.train.losses.chunked import chunked_cross_entropy
+from shardproof.train.losses.likeliest import distance
+from shardproof.train.losses.shortcuts import head_of, hidden_states, no_plain_head
 from shardproof.train.model.activations import HeldByHost
 from shardproof.train.options.config import ADAFACTOR, EIGHT_BITS, GALORE, MUON
 from shardproof.zero.comm import collectives
@@ -127,6 +130,27 @@ def distilled(logits: torch.Tensor, ids: torch.Tensor, written: bool) -> torch.T
     loss: torch.Tensor = torch.where(learnt, apart, 0.0).sum()  # a copy, as of what is learnt
     if written:
         loss = loss + torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    return loss
+
+
+def distilled_in(model: Any, inputs: dict[str, Any], ids: torch.Tensor, topk: int, written: bool) -> torch.Tensor:
+    """The same in so many of the teacher's likeliest tokens, which are there before the model is asked.
+
+    Raises:
+        ConfigError: the model has no head that could be met a few tokens at a time.
+    """
+    from trl.experimental.gkd import GKDTrainer
+
+    if why := no_plain_head(model):
+        raise ConfigError(f"--gkd-logits-topk: {why}. Leave --gkd-logits-topk out.")
+    learnt = ids[:, 1:].ne(-100)
+    tokens = ids[:, 1:][learnt][:, None].expand(-1, topk).contiguous()
+    taught = tokens.float(), tokens
+    hidden, head = hidden_states(model, inputs)[:, :-1][learnt], head_of(model)
+    apart = partial(GKDTrainer.generalized_jsd_loss, beta=0.5, reduction="sum")
+    loss = distance(hidden, head.weight, head.bias, taught, 1, apart)
+    if written:
+        loss = loss + chunked_cross_entropy(hidden, head.weight, head.bias, ids[:, 1:][learnt], 1)
     return loss
 
 

@@ -12,6 +12,8 @@ which comes in backward. There hidden states and head are saved, and backward co
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,10 @@ from shardproof.errors import EngineError
 
 LEAST = 256  # tokens of a chunk: products of fewer are slow
 _NONE = (False, False, False)
+
+# What a chunk of logits [tokens, vocabulary], which it may overwrite, loses by what it is compared with: the sum over
+# tokens, and with a factor the gradient of the logits times that.
+Judge = Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None], tuple[torch.Tensor, Any]]
 
 
 def chunked_cross_entropy(
@@ -32,15 +38,31 @@ def chunked_cross_entropy(
     dft: bool = False,
     smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """The sum of the cross entropies of `hidden @ weight.T + bias`, divided by `divisor`.
+    """The sum of the cross entropies of `hidden @ weight.T + bias`, divided by `divisor`; see `chunked`.
+
+    Args:
+        targets: [tokens], int64, each in the vocabulary.
+        dft: whether each cross entropy is multiplied by the probability of its target, as a constant (DFT).
+        smoothing: the share of each cross entropy that is its mean over the vocabulary instead of that of its target.
+    """
+    return chunked(hidden, weight, bias, (targets,), divisor, partial(_cross_entropy, dft=dft, smoothing=smoothing))
+
+
+def chunked(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: tuple[torch.Tensor, ...],
+    divisor: Any,
+    judge: Judge,
+) -> torch.Tensor:
+    """What `judge` makes of the logits `hidden @ weight.T + bias`, divided by `divisor`.
 
     Args:
         hidden: [tokens, width], in the dtype of `weight`.
         weight: [vocabulary, width], and `bias` [vocabulary]; they may be sharded.
-        targets: [tokens], int64, each in the vocabulary.
+        targets: what the logits of each token are compared with, [tokens, ...] each.
         divisor: a number, or a tensor of no dimension.
-        dft: whether each cross entropy is multiplied by the probability of its target, as a constant (DFT).
-        smoothing: the share of each cross entropy that is its mean over the vocabulary instead of that of its target.
 
     Returns: a scalar, in float32 at least.
 
@@ -49,12 +71,11 @@ def chunked_cross_entropy(
     """
     tensors = (hidden, weight, bias)
     if has_torch_function(tensors):  # something is sharded: the engine gathers it, and calls this again
-        given = *tensors, targets, divisor, dft, smoothing
-        called: torch.Tensor = handle_torch_function(chunked_cross_entropy, tensors, *given)
+        called: torch.Tensor = handle_torch_function(chunked, tensors, *tensors, targets, divisor, judge)
         return called
     if not torch.is_grad_enabled():
-        return _run(*tensors, targets, divisor, None, _NONE, dft, smoothing)[0]
-    loss: torch.Tensor = _Chunked.apply(*tensors, targets, divisor, dft, smoothing)
+        return _run(*tensors, targets, divisor, None, _NONE, judge)[0]
+    loss: torch.Tensor = _Chunked.apply(*tensors, divisor, judge, *targets)
     return loss
 
 
@@ -63,75 +84,71 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Any, weight: Any, bias: Any, targets: torch.Tensor, divisor: Any, dft: bool, smoothing: float
+        ctx: Any, hidden: Any, weight: Any, bias: Any, divisor: Any, judge: Judge, *targets: torch.Tensor
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.kind, ctx.divisor, wanted = (dft, smoothing), divisor, ctx.needs_input_grad[:3]
+        ctx.judge, ctx.divisor, wanted = judge, divisor, ctx.needs_input_grad[:3]
+        ctx.others = (None,) * (2 + len(targets))
         ctx.later = hidden.dtype == torch.float16
         if ctx.later:
-            ctx.save_for_backward(hidden, weight, bias, targets)
+            ctx.save_for_backward(hidden, weight, bias, *targets)
             wanted = _NONE
-        loss, ctx.gradients = _run(hidden, weight, bias, targets, divisor, None, wanted, *ctx.kind)
+        loss, ctx.gradients = _run(hidden, weight, bias, targets, divisor, None, wanted, judge)
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if grad is None:
-            return (None,) * 7
+            return (None, None, None, *ctx.others)
         if torch.is_grad_enabled():
             raise EngineError(
                 "A gradient of a gradient (create_graph=True) of the chunked loss: leave --chunked-loss out."
             )
         if ctx.later:
-            hidden, weight, bias, targets = ctx.saved_tensors
-            _, gradients = _run(hidden, weight, bias, targets, ctx.divisor, grad, ctx.needs_input_grad[:3], *ctx.kind)
-            return *gradients, None, None, None, None
+            hidden, weight, bias, *targets = ctx.saved_tensors
+            given = (hidden, weight, bias, tuple(targets), ctx.divisor, grad)
+            return *_run(*given, ctx.needs_input_grad[:3], ctx.judge)[1], *ctx.others
         if ctx.gradients is None:
             raise EngineError(
                 "A second backward pass through one chunked loss, whose gradients the first one has used up.\nCompute "
                 "the loss again, or leave --chunked-loss out."
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return *(None if part is None else part.mul_(grad) for part in gradients), None, None, None, None
+        return *(None if part is None else part.mul_(grad) for part in gradients), *ctx.others
+
+
+def chunk_of(weight: torch.Tensor) -> int:
+    """Tokens of a chunk: its logits, and the odds beside them, take what the gradient of the head takes in float32."""
+    return max(LEAST, weight.shape[1] // 2)
 
 
 def _run(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    targets: torch.Tensor,
+    targets: tuple[torch.Tensor, ...],
     divisor: Any,
     grad: torch.Tensor | None,
     wanted: tuple[bool, ...],
-    dft: bool,
-    smoothing: float,
+    judge: Judge,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """The loss, and the gradients of `grad` (None: one) times it: of hidden states, head and bias, as `wanted`."""
-    # So its logits, and the odds beside them, take what the gradient of the head takes in float32.
-    size = max(LEAST, weight.shape[1] // 2)
+    size = chunk_of(weight)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     total = torch.zeros((), dtype=wide, device=hidden.device)
-    scale = (torch.ones_like(total) if grad is None else grad) / divisor
+    scale = (torch.ones_like(total) if grad is None else grad) / divisor if any(wanted) else None
     of_hidden = torch.empty_like(hidden) if wanted[0] else None
     of_weight = of_bias = None
-    for start in range(0, max(1, len(targets)), size):  # one at least: gradients of nothing are zeros
-        h, t = hidden[start : start + size], targets[start : start + size, None]
+    for start in range(0, max(1, len(hidden)), size):  # one at least: gradients of nothing are zeros
+        h = hidden[start : start + size]
         logits = torch.nn.functional.linear(h, weight, bias).to(wide)
-        odds = torch.log_softmax(logits, -1)
+        found, of_odds = judge(logits, tuple(each[start : start + size] for each in targets), scale)
         del logits
-        of_target = odds.gather(1, t)
-        weights = of_target.exp() if dft else None
-        total -= (of_target if weights is None else of_target * weights).sum() * (1.0 - smoothing)
-        if smoothing:
-            total -= odds.mean(-1).sum() * smoothing
-        if not any(wanted):
+        total += found
+        if of_odds is None:
             continue
-        odds.exp_()
-        odds.scatter_(1, t, odds.gather(1, t) - (1.0 - smoothing))
-        if smoothing:
-            odds.sub_(smoothing / odds.shape[1])
-        of_logits = odds.mul_(scale if weights is None else scale * weights).to(hidden.dtype)
-        del odds
+        of_logits = of_odds.to(hidden.dtype)
+        del of_odds
         if of_hidden is not None:
             torch.mm(of_logits, weight, out=of_hidden[start : start + size])
         if wanted[1]:
@@ -140,6 +157,25 @@ def _run(
             part = of_logits.sum(0, dtype=wide)
             of_bias = part if of_bias is None else of_bias.add_(part)
     return total / divisor, (of_hidden, of_weight, of_bias)
+
+
+def _cross_entropy(
+    logits: torch.Tensor, targets: tuple[torch.Tensor, ...], scale: torch.Tensor | None, dft: bool, smoothing: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    t = targets[0][:, None]
+    odds = torch.log_softmax(logits, -1)
+    of_target = odds.gather(1, t)
+    weights = of_target.exp() if dft else None
+    total = -(of_target if weights is None else of_target * weights).sum() * (1.0 - smoothing)
+    if smoothing:
+        total -= odds.mean(-1).sum() * smoothing
+    if scale is None:
+        return total, None
+    odds.exp_()
+    odds.scatter_(1, t, odds.gather(1, t) - (1.0 - smoothing))
+    if smoothing:
+        odds.sub_(smoothing / odds.shape[1])
+    return total, odds.mul_(scale if weights is None else scale * weights)
 
 
 def _plus(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -133,7 +133,7 @@ def chunked_loss(
 def hidden_states(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     """What the head of the model takes, [rows, length, width]; of rows that are to be packed, packed."""
     rest = {name: value for name, value in inputs.items() if name not in (*LABELS, *PLACES)} | {"use_cache": False}
-    last = _meeting(_head(model), lambda hidden: hidden[:, -1:].contiguous())
+    last = _meeting(head_of(model), lambda hidden: hidden[:, -1:].contiguous())
     with last as met, packed_files(model, inputs):
         model(**rest)
     return met.pop()
@@ -164,7 +164,7 @@ def _loss_of_hidden(
     dft: bool = False,
     smoothing: float = 0.0,
 ) -> torch.Tensor:
-    head = _head(model)
+    head = head_of(model)
     if "shift_labels" in inputs:  # of a part of a row, whose last token predicts the first of the next part
         hidden, targets = hidden.flatten(0, 1), inputs["shift_labels"].flatten().to(hidden.device)
     else:
@@ -185,10 +185,45 @@ def check_chunked_loss(model: Any, inputs: dict[str, Any], option: str = "--chun
     Raises:
         ConfigError: it is another one, or cannot be computed.
     """
+    ids, outputs, hidden, same = _tried_head(model, inputs, option)
+    own, ours = float(outputs.loss.detach()), float(_loss_of_hidden(model, hidden, {"labels": ids}).detach())
+    if not same or abs(own - ours) > 1e-2 * max(1.0, abs(own)):
+        raise ConfigError(
+            f"{option}: the loss of {type(model).__name__} is not the cross entropy of its hidden states times "
+            f"its head ({own:.4f} instead of {ours:.4f}): it scales or caps its logits, or adds to them.\nLeave "
+            f"{option} out."
+        )
+    # A term beside it may be small, and the model's own logits give its cross entropy to the last digits.
+    given = outputs.logits.detach()
+    plain = float(nn.functional.cross_entropy(given[0, :-1].float(), ids[0, 1:].to(given.device)))
+    if outputs.loss.dtype.itemsize >= 4 and abs(own - plain) > 1e-5 * max(1.0, abs(own)):
+        raise ConfigError(
+            f"{option}: the loss of {type(model).__name__} is not its cross entropy alone ({own:.5f} instead of "
+            f"{plain:.5f}): it has another term, such as what balances experts (output_router_logits in config.json)."
+            f"\nLeave {option} out."
+        )
+
+
+def check_logits(model: Any, inputs: dict[str, Any], option: str) -> None:
+    """See that the logits of this model are its hidden states times its head. Collective: every rank calls it.
+
+    Raises:
+        ConfigError: they are something else, or cannot be computed.
+    """
+    if not _tried_head(model, inputs, option)[-1]:
+        raise ConfigError(
+            f"{option}: the logits of {type(model).__name__} are not its hidden states times its head: it scales or "
+            f"caps them, or adds to them.\nLeave {option} out."
+        )
+
+
+def _tried_head(model: Any, inputs: dict[str, Any], option: str) -> tuple[torch.Tensor, Any, torch.Tensor, bool]:
+    """A few tokens, what the model makes of them, what its head is given there, and whether that times the head are its
+    logits."""
     why = no_plain_head(model)
     if why:
         raise ConfigError(f"{option}: {why}. Leave {option} out.")
-    ids, head = _words(inputs), _head(model)
+    ids, head = _words(inputs), head_of(model)
 
     def logits_of(hidden: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(hidden, head.weight, head.bias)
@@ -210,23 +245,8 @@ def check_chunked_loss(model: Any, inputs: dict[str, Any], option: str = "--chun
         )
     given = outputs.logits.detach()
     logits = logits_of(scaled[0]).detach().to(given.dtype)
-    own, ours = float(outputs.loss.detach()), float(_loss_of_hidden(model, scaled[0], {"labels": ids}).detach())
     # Logits from the same operation are the same; sums in half precision may differ.
-    same = torch.allclose(given, logits, atol=1e-5, rtol=1e-4)
-    if not same or abs(own - ours) > 1e-2 * max(1.0, abs(own)):
-        raise ConfigError(
-            f"{option}: the loss of {type(model).__name__} is not the cross entropy of its hidden states times "
-            f"its head ({own:.4f} instead of {ours:.4f}): it scales or caps its logits, or adds to them.\nLeave "
-            f"{option} out."
-        )
-    # A term beside it may be small, and the model's own logits give its cross entropy to the last digits.
-    plain = float(nn.functional.cross_entropy(given[0, :-1].float(), ids[0, 1:].to(given.device)))
-    if outputs.loss.dtype.itemsize >= 4 and abs(own - plain) > 1e-5 * max(1.0, abs(own)):
-        raise ConfigError(
-            f"{option}: the loss of {type(model).__name__} is not its cross entropy alone ({own:.5f} instead of "
-            f"{plain:.5f}): it has another term, such as what balances experts (output_router_logits in config.json)."
-            f"\nLeave {option} out."
-        )
+    return ids, outputs, scaled[0], torch.allclose(given, logits, atol=1e-5, rtol=1e-4)
 
 
 def _words(inputs: dict[str, Any]) -> torch.Tensor:
@@ -241,7 +261,7 @@ def no_plain_head(model: Any) -> str:
     """Why the head of a model is none that `chunked_loss` can take; empty if it is one."""
     if not hasattr(model, "get_output_embeddings"):
         return f"{type(model).__name__} has no plain linear head over the vocabulary"
-    head, name = _head(model), type(without_adapters(model)).__name__
+    head, name = head_of(model), type(without_adapters(model)).__name__
     if isinstance(getattr(head, "base_layer", None), nn.Linear):
         return "the head over the vocabulary carries an adapter, which a product with its weight would leave out"
     if type(head) is not nn.Linear:
@@ -250,7 +270,7 @@ def no_plain_head(model: Any) -> str:
     return ""
 
 
-def _head(model: Any) -> Any:
+def head_of(model: Any) -> Any:
     """What makes logits; of a copy that is trained beside adapters (--modules-to-save), the copy."""
     head = model.get_output_embeddings()
     copies = getattr(head, "modules_to_save", None)

@@ -193,6 +193,12 @@ class RlhfConfig(RunConfig):
     sft_alpha: Finite = option(
         "gkd and ppo", 0.0, "weight of the loss of sft, too, of answers that the student has not written, in gkd", ge=0
     )
+    gkd_logits_topk: int | None = option(
+        "gkd and ppo",
+        None,
+        "compare in so many of the teacher's likeliest tokens, without holding logits (gkd; default: in all tokens)",
+        ge=1,
+    )
     gamma: float = option("gkd and ppo", 1.0, "discount of a reward per token, in ppo", gt=0, le=1)
     gae_lambda: float = option("gkd and ppo", 0.95, "lambda of generalized advantage estimation, in ppo", ge=0, le=1)
     value_weight: Finite = option("gkd and ppo", 0.1, "weight of the value loss, in ppo", ge=0)

@@ -94,7 +94,7 @@ MEANT_FOR: dict[str, tuple[str, ...]] = {
     "teacher_model": ("gkd", "grpo"),
     "teacher_kl_coef": ("grpo",),
     "lmbda": ("gkd",),
-    **dict.fromkeys(("seq_kd", "sft_alpha"), ("gkd",)),
+    **dict.fromkeys(("seq_kd", "sft_alpha", "gkd_logits_topk"), ("gkd",)),
     "reward_model": REWARDED,
     "reward_funcs": REWARDED,
     "reward_weights": REWARDED,

@@ -47,6 +47,7 @@ from shardproof.train.rlhf.pictures import (
 )
 from shardproof.train.rlhf.rewards import check_rewarded, check_rewards, load_rewards, unrewarded
 from shardproof.train.rlhf.rows import encode, form_of
+from shardproof.train.rlhf.teachers import check_topk
 from shardproof.train.rlhf.tools import check_tools, load_tools
 from shardproof.train.rlhf.variants import warn_of_dropout
 from shardproof.train.rlhf.vllm import check_fits, check_server, drawn_without, of_student, room_of
@@ -150,6 +151,7 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
     if config.use_vllm and config.vllm_mode == "server":
         check_server(config)
     check_scorer(config)
+    check_topk(config)
     if config.sequence_parallel > 1:
         check_shares_rows(config)
     _check_balance(config)
@@ -351,7 +353,7 @@ def _other_models(prepared: Prepared, model: Any) -> dict[str, Any]:
     if config.teacher_model:
         more["teacher_model"] = _load_other("teacher_model", config.teacher_model, config)
     if kind == "gkd":
-        more["sft_alpha"] = config.sft_alpha
+        more |= {"sft_alpha": config.sft_alpha, "topk": config.gkd_logits_topk}
         if config.use_vllm:
             more["vllm"] = of_student(config, model.config, prepared.batch.micro)
     if kind == "ppo":

@@ -1,0 +1,164 @@
+"""GKD: a student that learns a teacher's distributions, of answers that are there, or that one of the two writes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from shardproof.train.losses.chunked import chunked_cross_entropy
+from shardproof.train.losses.likeliest import distance, likeliest
+from shardproof.train.losses.shortcuts import check_logits, head_of, hidden_states
+from shardproof.train.model.loading import tokenizer_of
+from shardproof.train.rlhf.mixin import OfTokens, listen
+from shardproof.train.rlhf.pictured_batches import ASKED, BESIDE, answered
+from shardproof.train.rlhf.pictures import marks_of
+from shardproof.train.rlhf.students_vllm import StudentsVllm
+
+
+class Distilled(OfTokens):
+    """TRL divides by the number of tokens in the rows as they were read, of all micro-batches of a step. Of
+    answers that the student or the teacher writes that is another number, which nobody knows before the last of them:
+    then it is the mean over the tokens of a micro-batch on all ranks.
+
+    `sft_alpha`: the weight of learning answers as in sft besides, but for those that the student has written. `vllm`:
+    what TRL's `VLLMGeneration` is made with, if one writes these. `topk`: in how many of the teacher's likeliest tokens
+    the two are compared, without the logits of either; by default in the whole vocabulary."""
+
+    lmbda: float  # of TRL
+    beta: float
+    teacher_model: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        sft_alpha: float = 0.0,
+        vllm: dict[str, Any] | None = None,
+        topk: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._sft_alpha, self._by_student, self._at = sft_alpha, False, (-1, 0)
+        self._topk, self._tried, teacher = topk, False, kwargs["teacher_model"]
+        if topk is not None:
+            kwargs["teacher_model"] = _StandIn(kwargs["model"].config)
+        super().__init__(*args, **kwargs)
+        if topk is not None:
+            self.teacher_model = self.accelerator.prepare_model(teacher, evaluation_mode=True)
+        self._vllm = None if vllm is None else StudentsVllm(self, tokenizer_of(self.processing_class), vllm)
+        self.model_accepts_loss_kwargs = True  # so tokens are counted: some models say that theirs does not
+        if marks := marks_of(self.processing_class, self.model):
+            self.generation_config.suppress_tokens = marks  # nothing would stand behind them
+
+    def generate_on_policy_outputs(self, model: Any, inputs: dict[str, Any], generation_config: Any) -> Any:
+        beside, of_prompts = inputs.get(BESIDE, {}), inputs.get(ASKED, {})
+        self._by_student = model is not self.teacher_model
+        if self._by_student and self._vllm is not None:
+            self._meet()
+            return self._vllm.answers(inputs["prompts"], inputs["prompt_attention_mask"], self.state.global_step)
+        asked: Any = SimpleNamespace(generate=functools.partial(model.generate, **{**beside, **of_prompts}))
+        made = super().generate_on_policy_outputs(asked, inputs, generation_config)
+        more = made[0].shape[1] - inputs["prompts"].shape[1]  # tokens of answers, which are words
+        inputs[BESIDE] = {**beside, **{name: answered(name, kinds, more) for name, kinds in of_prompts.items()}}
+        return made
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """TRL draws on each rank whether the student writes a micro-batch. A vLLM is asked by all ranks or by none, for
+        weights are gathered for it, and a server takes the prompts of all: there one draw is that of all."""
+        if self._vllm is None:
+            return super().training_step(*args, **kwargs)
+        step, lmbda = self.state.global_step, self.lmbda
+        self._at = step, self._at[1] + 1 if self._at[0] == step else 0
+        draws = torch.Generator().manual_seed(self.args.seed * 1_000_003 + step)
+        writes = torch.rand(self._at[1] + 1, generator=draws)[-1] <= lmbda
+        self.lmbda = 1.0 if writes else -1.0  # it never draws more than that, or less
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self.lmbda = lmbda
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if BESIDE not in inputs:
+            self.count_from_first_tokens(self.model, self.teacher_model)
+        mine = inputs["labels"][:, 1:].ne(-100).sum()
+        if not model.training:  # by itself
+            share = mine.clamp(min=1)
+        elif num_items_in_batch is not None and not (self.lmbda or self.seq_kd):
+            share = torch.as_tensor(num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
+        else:
+            share = self.accelerator.gather(mine).sum().clamp(min=1) / self.accelerator.num_processes
+            if num_items_in_batch is not None:  # then Trainer does not divide by the micro-batches
+                share = share * self.current_gradient_accumulation_steps
+        own, self._by_student = self._by_student, False
+        alpha = 0.0 if own and model.training else self._sft_alpha
+        if self._topk is not None:
+            self._try(model, inputs)
+            self.count(model, inputs)
+            with also_given(inputs.get(BESIDE, {}), model, self.teacher_model):
+                loss = self._of_likeliest(model, inputs, self._topk, share, alpha)
+            self._allow_backward(loss)
+            return (loss, {}) if return_outputs else loss
+        with also_given(inputs.get(BESIDE, {}), model, self.teacher_model):
+            found = super().compute_loss(model, inputs, return_outputs or bool(alpha), share)
+        if not alpha:
+            return found
+        loss, outputs = found
+        logits, labels = outputs.logits[:, :-1].flatten(0, 1).float(), inputs["labels"][:, 1:].flatten()
+        loss = loss + alpha * torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / share
+        return (loss, outputs) if return_outputs else loss
+
+    def _try(self, model: Any, inputs: dict[str, Any]) -> None:
+        """See once that both models make their logits with their heads alone."""
+        for asked in () if self._tried else (model, self.teacher_model):
+            check_logits(asked, inputs, "--gkd-logits-topk")
+        self._tried = True
+
+    def _of_likeliest(self, model: Any, inputs: dict[str, Any], topk: int, share: Any, alpha: float) -> torch.Tensor:
+        """The divergence in the teacher's likeliest tokens, and with `alpha` the loss of sft, of which TRL makes logits
+        of whole vocabularies."""
+        learnt = inputs["labels"][:, 1:].ne(-100)
+        taught = self._taught(inputs, learnt, topk)  # first, while nothing waits for backward
+        hidden, head = _learnt_from(model, inputs, learnt), head_of(model)
+        apart = functools.partial(self.generalized_jsd_loss, beta=self.beta, reduction="sum")
+        loss = distance(hidden, head.weight, head.bias, taught, share, apart)
+        if not alpha:
+            return loss
+        targets = inputs["labels"][:, 1:][learnt]
+        return loss + alpha * chunked_cross_entropy(hidden, head.weight, head.bias, targets, share)
+
+    @torch.no_grad()
+    def _taught(self, inputs: dict[str, Any], learnt: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the teacher gives its likeliest tokens in the places `learnt` (B, T - 1), and which these are."""
+        self.teacher_model.eval()
+        head, known = head_of(self.teacher_model), head_of(self.model).out_features
+        hidden = _learnt_from(self.teacher_model, inputs, learnt)
+        return likeliest(hidden, head.weight, head.bias, topk, known)
+
+
+class _StandIn(torch.nn.Module):
+    """Of a teacher: TRL compares whole vocabularies, and asks whether both have as many rows; of one tokenizer, what
+    pads them may differ."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self._is_accelerate_prepared = config, True  # nothing is to be sharded
+
+
+def _learnt_from(model: Any, inputs: dict[str, Any], learnt: torch.Tensor) -> torch.Tensor:
+    """The hidden states of which a model makes the logits of tokens that are learnt [tokens, width]."""
+    given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    return hidden_states(model, given)[:, :-1][learnt]
+
+
+@contextlib.contextmanager
+def also_given(more: dict[str, Any], *models: torch.nn.Module) -> Iterator[None]:
+    """Inside, these models are called with these arguments, too."""
+    with contextlib.ExitStack() as stack:
+        for model in models if more else ():
+            stack.enter_context(listen(model, lambda given: {**given, **more}))
+        yield
