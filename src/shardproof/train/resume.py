@@ -63,7 +63,7 @@ TOLD = (
     *("max_steps", "lr_scheduler", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "max_grad_norm"),
     *("beta", "loss_type", "loss_weights", "label_smoothing", "trl_arguments", "simpo_gamma", "cpo_alpha"),
     *("desirable_weight", "undesirable_weight", "ref_model", "teacher_model", "reward_model", "value_model"),
-    *("adapters", "ref_adapters"),
+    *("teacher_model_server", "adapters", "ref_adapters"),
     *("sync_ref_steps", "reward_funcs", "reward_weights", "format_pattern", "scale_rewards", "max_completion_length"),
     *("advantage_estimator", "kl_in_reward", "teacher_kl_coef", "sft_alpha", "gkd_logits_topk"),
     *("tools", "environments", "max_tool_calling_iterations", "dynamic_sample", "max_resample_times"),

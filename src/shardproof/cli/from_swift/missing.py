@@ -119,7 +119,7 @@ MISSING = {
             *("generation_batch_size", "chord_sft_dataset", "chord_sft_per_device_train_batch_size"),
             *("chord_enable_phi_function", "chord_mu_warmup_steps", "chord_mu_decay_steps"),
             *("chord_mu_peak", "chord_mu_valley", "fipo_decay_rate", "fipo_clip_range", "fipo_clip_high_only"),
-            *("fipo_safety_threshold", "teacher_model_server"),
+            *("fipo_safety_threshold", "teacher_tag_key"),
             *("shuffle_buffer_size", "download_mode", "local_repo_path", "init_strategy"),
             *("temperature", "top_p", "top_k", "repetition_penalty"),
             *("max_new_tokens", "logprobs", "top_logprobs", "hqq_axis"),
@@ -212,7 +212,7 @@ INSTEAD = {
     "fsdp_config": "--stage 0 to 3 says what is sharded",
     "add_non_thinking_prefix": "the model's own template writes an empty thought or none; with --loss"
     " answer+ignore_empty_think it is not learnt",
-    "teacher_model_server": "--teacher-model is loaded by the processes that train, sharded at any stage",
+    "teacher_tag_key": "there is one teacher: --teacher-model-server takes the address of one",
     "download_mode": "'hf cache rm' takes a dataset out of the cache, and the next run fetches it again",
     "ignore_data_skip": "'shardproof export CHECKPOINT FOLDER', and --model FOLDER begins anew from its weights",
     "resume_only_model": "'shardproof export CHECKPOINT FOLDER', and --model FOLDER begins anew from its weights",

@@ -68,6 +68,9 @@ class RlhfConfig(RunConfig):
     teacher_model: Named | None = option(
         "Other models", None, "teacher: gkd learns its distributions, grpo what it says of each token"
     )
+    teacher_model_server: Named | None = option(
+        "Other models", None, "URL of a vLLM server that is the teacher, which says how probable tokens are"
+    )
     teacher_kl_coef: Finite = option(
         "Other models", 1.0, "weight in a token's advantage of how much more probable it is to the teacher (grpo)", gt=0
     )
@@ -233,7 +236,12 @@ class RlhfConfig(RunConfig):
     def by_teacher_alone(self) -> bool:
         """Whether nothing but a teacher judges what is generated."""
         judges = self.reward_funcs or self.reward_model or self.environments
-        return self.rlhf_type == "grpo" and self.teacher_model is not None and not judges
+        return self.rlhf_type == "grpo" and self.taught and not judges
+
+    @property
+    def taught(self) -> bool:
+        """Whether there is a teacher, here or on a server."""
+        return bool(self.teacher_model or self.teacher_model_server)
 
     @property
     def scaled_by(self) -> str:

@@ -14,6 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head, nanstd
 
 from shardproof.train.rlhf.rewards import unrewarded
+from shardproof.train.rlhf.teachers import TeacherServer
 from shardproof.train.rlhf.variants import OF_REWARDS
 from shardproof.zero.device import widest_float
 
@@ -100,7 +101,7 @@ class GrpoTrainer(ByDistance):
         self.kl_in_reward = kwargs["args"].kl_in_reward
         super().__init__(*args, **kwargs)
         self.teacher_model = teacher_model
-        if teacher_model is not None:
+        if isinstance(teacher_model, torch.nn.Module):
             add_fused_lm_head(teacher_model, temperature=self.temperature)
             self.teacher_model = self.accelerator.prepare_model(teacher_model, evaluation_mode=True)
 
@@ -127,7 +128,11 @@ class GrpoTrainer(ByDistance):
 
     def _taught(self, batch: dict[str, Any], mask: torch.Tensor) -> torch.Tensor:
         """How much more probable the tokens that `mask` has are to the teacher (B, T)."""
-        more = (self._logps(self.teacher_model, batch) - self._old_logps(batch)) * mask
+        if isinstance(self.teacher_model, TeacherServer):
+            theirs = self.teacher_model.logps(*joined(batch), batch["completion_ids"].size(1))
+        else:
+            theirs = self._logps(self.teacher_model, batch)
+        more = (theirs - self._old_logps(batch)) * mask
         self._record("teacher_kl", (more.exp() - more - 1).sum(), mask.sum())  # an estimate that is never below 0
         return more
 

@@ -13,6 +13,7 @@ from shardproof.errors import ConfigError, did_you_mean
 from shardproof.train.options.config import Batch
 from shardproof.train.options.option import flag
 from shardproof.train.options.rlhf_config import PAIRED, REFERRED, REWARDED, SAME, RlhfConfig
+from shardproof.train.rlhf.teachers import check_served
 from shardproof.train.rlhf.variants import check_variant, refers
 from shardproof.train.rlhf.vllm import COLOCATED, SERVED, check_vllm, vllm_arguments
 
@@ -59,14 +60,14 @@ ALGORITHMS = {
         "shardproof.train.rlhf.advantages:GrpoTrainer",
         "shardproof.train.rlhf.advantages:GrpoConfig",
         PROMPTS,
-        ((*_REWARD[0], "environments", "teacher_model"),),
+        ((*_REWARD[0], "environments", "teacher_model", "teacher_model_server"),),
     ),
     "rloo": Algorithm("trl:RLOOTrainer", "trl:RLOOConfig", PROMPTS, _REWARD),
     "gkd": Algorithm(
         "trl.experimental.gkd:GKDTrainer",
         "trl.experimental.gkd:GKDConfig",
         SUPERVISED,
-        (("teacher_model",),),
+        (("teacher_model", "teacher_model_server"),),
         ("left",),
     ),
     "ppo": Algorithm("shardproof.train.rlhf.ppo:PpoTrainer", "shardproof.train.rlhf.ppo:PpoConfig", PROMPTS, _REWARD),
@@ -91,7 +92,7 @@ MEANT_FOR: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("frozen_stage", "frozen_precision"), (*REFERRED, "gkd")),
     "precompute_ref": ("dpo", "kto"),
     "sync_ref_steps": ("dpo", "kto", "grpo", "rloo"),
-    "teacher_model": ("gkd", "grpo"),
+    **dict.fromkeys(("teacher_model", "teacher_model_server"), ("gkd", "grpo")),
     "teacher_kl_coef": ("grpo",),
     "lmbda": ("gkd",),
     **dict.fromkeys(("seq_kd", "sft_alpha", "gkd_logits_topk"), ("gkd",)),
@@ -203,6 +204,7 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
     _check_extras(config)
     _check_others(config)
     check_variant(config)
+    check_served(config)
     judges = len(config.reward_funcs) + len(config.reward_model)
     if config.reward_weights and len(config.reward_weights) != judges:
         raise ConfigError(

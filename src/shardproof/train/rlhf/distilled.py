@@ -18,6 +18,7 @@ from shardproof.train.rlhf.mixin import OfTokens, listen
 from shardproof.train.rlhf.pictured_batches import ASKED, BESIDE, answered
 from shardproof.train.rlhf.pictures import marks_of
 from shardproof.train.rlhf.students_vllm import StudentsVllm
+from shardproof.train.rlhf.teachers import TeacherServer
 
 
 class Distilled(OfTokens):
@@ -27,7 +28,8 @@ class Distilled(OfTokens):
 
     `sft_alpha`: the weight of learning answers as in sft besides, but for those that the student has written. `vllm`:
     what TRL's `VLLMGeneration` is made with, if one writes these. `topk`: in how many of the teacher's likeliest tokens
-    the two are compared, without the logits of either; by default in the whole vocabulary."""
+    the two are compared, without the logits of either; by default in the whole vocabulary, of
+    a teacher that is no `TeacherServer`."""
 
     lmbda: float  # of TRL
     beta: float
@@ -46,8 +48,10 @@ class Distilled(OfTokens):
         if topk is not None:
             kwargs["teacher_model"] = _StandIn(kwargs["model"].config)
         super().__init__(*args, **kwargs)
+        self._server = teacher if isinstance(teacher, TeacherServer) else None
         if topk is not None:
-            self.teacher_model = self.accelerator.prepare_model(teacher, evaluation_mode=True)
+            there = self._server is None
+            self.teacher_model = self.accelerator.prepare_model(teacher, evaluation_mode=True) if there else None
         self._vllm = None if vllm is None else StudentsVllm(self, tokenizer_of(self.processing_class), vllm)
         self.model_accepts_loss_kwargs = True  # so tokens are counted: some models say that theirs does not
         if marks := marks_of(self.processing_class, self.model):
@@ -114,7 +118,7 @@ class Distilled(OfTokens):
 
     def _try(self, model: Any, inputs: dict[str, Any]) -> None:
         """See once that both models make their logits with their heads alone."""
-        for asked in () if self._tried else (model, self.teacher_model):
+        for asked in () if self._tried else filter(None, (model, self.teacher_model)):
             check_logits(asked, inputs, "--gkd-logits-topk")
         self._tried = True
 
@@ -134,6 +138,8 @@ class Distilled(OfTokens):
     @torch.no_grad()
     def _taught(self, inputs: dict[str, Any], learnt: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What the teacher gives its likeliest tokens in the places `learnt` (B, T - 1), and which these are."""
+        if self._server is not None:
+            return self._server.likeliest(inputs["input_ids"], inputs["attention_mask"], learnt)
         self.teacher_model.eval()
         head, known = head_of(self.teacher_model), head_of(self.model).out_features
         hidden = _learnt_from(self.teacher_model, inputs, learnt)
@@ -156,9 +162,9 @@ def _learnt_from(model: Any, inputs: dict[str, Any], learnt: torch.Tensor) -> to
 
 
 @contextlib.contextmanager
-def also_given(more: dict[str, Any], *models: torch.nn.Module) -> Iterator[None]:
+def also_given(more: dict[str, Any], *models: torch.nn.Module | None) -> Iterator[None]:
     """Inside, these models are called with these arguments, too."""
     with contextlib.ExitStack() as stack:
-        for model in models if more else ():
+        for model in filter(None, models) if more else ():
             stack.enter_context(listen(model, lambda given: {**given, **more}))
         yield

@@ -255,7 +255,8 @@ class Generating(OfTokens):
         self._tools = [row.get("tools") for row in inputs]  # TRL knows only tools that are functions of its own
         self._prompted = self._prompts.get(self.model.training)
         if self._prompted is None:
-            self.count_from_first_tokens(self.model, self.ref_model, self.teacher_model, *self.also_trained)
+            teacher = self.teacher_model if isinstance(self.teacher_model, torch.nn.Module) else None
+            self.count_from_first_tokens(self.model, self.ref_model, teacher, *self.also_trained)
             output = super()._generate_and_score_completions(inputs)
         else:
             output = super()._generate_and_score_completions(self._prompted.begin(inputs))

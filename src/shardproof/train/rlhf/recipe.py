@@ -47,7 +47,7 @@ from shardproof.train.rlhf.pictures import (
 )
 from shardproof.train.rlhf.rewards import check_rewarded, check_rewards, load_rewards, unrewarded
 from shardproof.train.rlhf.rows import encode, form_of
-from shardproof.train.rlhf.teachers import check_topk
+from shardproof.train.rlhf.teachers import TeacherServer, check_teacher_server, check_topk
 from shardproof.train.rlhf.tools import check_tools, load_tools
 from shardproof.train.rlhf.variants import warn_of_dropout
 from shardproof.train.rlhf.vllm import check_fits, check_server, drawn_without, of_student, room_of
@@ -167,6 +167,7 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
 def _encoded(config: RlhfConfig, rows: Any, processing: Any, files_at: str) -> Any:
     encoded = encode(config, rows, processing, files_at)
     check_fits(config, encoded)
+    check_teacher_server(config, processing, encoded.report)
     return encoded
 
 
@@ -352,6 +353,8 @@ def _other_models(prepared: Prepared, model: Any) -> dict[str, Any]:
         more["ref_model"] = _load_other("ref_model", source, config, to_shard=not config.precompute_ref)
     if config.teacher_model:
         more["teacher_model"] = _load_other("teacher_model", config.teacher_model, config)
+    if config.teacher_model_server:
+        more["teacher_model"] = TeacherServer(config.teacher_model_server, config.gkd_logits_topk or 0)
     if kind == "gkd":
         more |= {"sft_alpha": config.sft_alpha, "topk": config.gkd_logits_topk}
         if config.use_vllm:

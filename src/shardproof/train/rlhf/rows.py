@@ -90,6 +90,8 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
             _check_reads(config, "--reward-model", judge)
         if config.teacher_model:
             _check_reads(config, "--teacher-model", config.teacher_model)
+        if config.teacher_model_server:
+            raise ConfigError("--teacher-model-server: it is asked about tokens of text, and these rows have files.")
         for option in ("tools", "environments"):
             if getattr(config, option):
                 raise ConfigError(f"--{option}: answers call functions about text only, and these rows have files.")
@@ -314,7 +316,7 @@ def _refuse_passed_over(config: RlhfConfig, row: Any) -> None:
     """Raise Problem for what the algorithm has no use for in a row."""
     if config.rlhf_type == "rm" and row.extra.get("margin"):
         raise Problem("it has a 'margin', and answers are compared without one here: take that column out of the rows")
-    if config.teacher_model and row.extra.get("columns", {}).get("teacher_prompt"):
+    if config.taught and row.extra.get("columns", {}).get("teacher_prompt"):
         raise Problem("it has a 'teacher_prompt', and the teacher is asked what the model is: take that column out")
 
 

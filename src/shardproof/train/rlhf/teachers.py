@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
 from shardproof.errors import ConfigError
 from shardproof.train.model.declared import declared
-from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.model.loading import tokenizer_of
+from shardproof.train.options.rlhf_config import RlhfConfig, draws_answers
+
+OPTION = "--teacher-model-server"
+PROBED = 64  # tokens, from all over the vocabulary, whose texts are compared
+ONCE, WORK = 10.0, 1800.0  # seconds a server has to answer: a first question, and rows of a micro-batch
+PAUSES = (1.0, 4.0)  # seconds before a question is asked again that was not answered
+UNKNOWN = "\ufffd"  # in the text of a token that is a part of a letter
+
+Entries = list[dict[int, float]]  # log-probabilities by token, of each token behind the first
 
 
 def check_topk(config: RlhfConfig) -> None:
@@ -18,3 +34,212 @@ def check_topk(config: RlhfConfig) -> None:
                 f"--gkd-logits-topk {config.gkd_logits_topk}: {source} knows {tokens} tokens. Leave it out to compare"
                 " in all of them."
             )
+
+
+def check_served(config: RlhfConfig) -> None:
+    """Raise ConfigError for options that a teacher on a server leaves without a meaning, or that it lacks."""
+    if config.teacher_model_server is None:
+        return
+    said = f"{OPTION} {config.teacher_model_server}"
+    if config.teacher_model:
+        raise ConfigError(f"{said} and --teacher-model: there is one teacher. Leave one of them out.")
+    if not config.teacher_model_server.startswith(("http://", "https://")):
+        raise ConfigError(f"{said}: should be the address of one server, such as http://localhost:8000.")
+    if config.rlhf_type == "gkd" and not config.gkd_logits_topk:
+        raise ConfigError(f"{said} tells its likeliest tokens, and no whole distribution: add --gkd-logits-topk 64.")
+    if config.seq_kd:
+        raise ConfigError(f"{said} and --seq-kd: a server judges tokens, and writes no answers. Leave one of them out.")
+    if config.rlhf_type == "grpo" and config.temperature != 1:
+        raise ConfigError(
+            f"{said} says how probable tokens are at temperature 1, and answers are drawn at --temperature"
+            f" {config.temperature:g}, at which they are compared. Take --temperature 1, or --teacher-model."
+        )
+
+
+def check_teacher_server(config: RlhfConfig, processing: Any, report: Any) -> None:
+    """Ask the teacher's server once, before models are loaded. `report`: of the rows, see `PairReport`.
+
+    Raises:
+        ConfigError: it is away, or tells too few log-probabilities; its tokens are others; rows find no room there.
+    """
+    if config.teacher_model_server is None:
+        return
+    server = TeacherServer(config.teacher_model_server, config.gkd_logits_topk or 0)
+    written = config.max_completion_length if draws_answers(config) else 0
+    longest = min(report.longest_kept, config.max_length) + written
+    if server.room is not None and longest >= server.room:
+        raise ConfigError(
+            f"{OPTION} {server.address} takes {server.room} tokens, one less of a row, and rows have up to {longest}"
+            f"{f', {written} of them answers' if written else ''}. Start it with --max-model-len {longest + 1}, or give"
+            " --max-length and --max-completion-length."
+        )
+    tokenizer = tokenizer_of(processing)
+    ids = [*range(0, len(tokenizer), max(1, len(tokenizer) // PROBED))][: min(PROBED, (server.room or PROBED) - 1)]
+    server.asked([ids], ONCE)
+    for token, text in server.texts.items():
+        ours = tokenizer.decode([token]) if token < len(tokenizer) else None
+        if ours is not None and ours != text and UNKNOWN not in ours + text:
+            raise ConfigError(
+                f"{OPTION} {server.address}: token {token} of {server.model} is {text!r}, and of {config.model}"
+                f" {ours!r}. A teacher is given the tokens of the model: take one with the same tokenizer."
+            )
+
+
+class TeacherServer:
+    """A vLLM server that says how probable tokens are to its model (`prompt_logprobs`, in OpenAI's form).
+
+    Args:
+        address: of the server, without a path.
+        topk: how many of the likeliest tokens it is asked for; 0: for none but those that are there.
+
+    Attributes:
+        model: what the server calls its model.
+        room: how many tokens it takes at once, if it says so.
+        texts: of tokens in the last answer, as far as it says them.
+
+    Raises:
+        ConfigError: by each question, if it is not answered as vLLM answers; what the server says is in the text.
+    """
+
+    def __init__(self, address: str, topk: int) -> None:
+        self.address, self.topk, self.texts = address.rstrip("/").removesuffix("/v1"), topk, dict[int, str]()
+        told = self._answer("/v1/models", None, ONCE)
+        try:
+            self.model, self.room = str(told["data"][0]["id"]), told["data"][0].get("max_model_len")
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise self._other("/v1/models", told) from None
+
+    def likeliest(self, ids: Any, mask: Any, learnt: Any) -> tuple[Any, Any]:
+        """What the likeliest tokens have in each place that is learnt.
+
+        Args:
+            ids, mask: of rows (B, T), padded at either end.
+            learnt: whether the token behind a place is learnt (B, T - 1).
+
+        Returns: log-probabilities [places, topk] in float32, and tokens [places, topk], in the order of `learnt`.
+        """
+        import torch
+
+        best = [
+            sorted(entry.items(), key=lambda item: (-item[1], item[0]))[: self.topk]
+            for entry in self._of(ids, mask, learnt)
+        ]
+        values = torch.tensor([[odds for _, odds in entry] for entry in best], dtype=torch.float32)
+        tokens = torch.tensor([[token for token, _ in entry] for entry in best], dtype=torch.long)
+        return (part.view(-1, self.topk).to(ids.device) for part in (values, tokens))  # type: ignore[return-value]
+
+    def logps(self, ids: Any, mask: Any, keep: int) -> Any:
+        """Log-probabilities of the last `keep` tokens of rows (B, T), in float32; 0 where nothing stands."""
+        import torch
+
+        behind = mask[:, 1:].bool().clone()
+        behind[:, : behind.shape[1] - keep] = False
+        given = ids[:, 1:][behind].tolist()
+        found = [entry[token] for entry, token in zip(self._of(ids, mask, behind), given, strict=True)]
+        logps = torch.zeros(behind.shape, device=ids.device)
+        logps[behind] = torch.tensor(found, device=ids.device)
+        return logps[:, behind.shape[1] - keep :]
+
+    def _of(self, ids: Any, mask: Any, wanted: Any) -> Entries:
+        """What there is of the tokens behind the places that are `wanted` (B, T - 1), row by row."""
+        real = mask.bool()
+        asked = [b for b in range(len(ids)) if wanted[b].any()]
+        found = self.asked([ids[b][real[b]].tolist() for b in asked], WORK) if asked else []
+        entries: Entries = []
+        for b, of_row in zip(asked, found, strict=True):
+            places = (real[b].cumsum(0) - 2)[1:][wanted[b]]  # of tokens behind the first of the row
+            entries += [of_row[place] for place in places.tolist()]
+        return entries
+
+    def asked(self, rows: list[list[int]], seconds: float) -> list[Entries]:
+        """What the server says of rows of tokens: of each token behind the first, the log-probabilities of it and of
+        the likeliest ones."""
+        question = {
+            "model": self.model,
+            "prompt": rows,
+            "prompt_logprobs": self.topk,
+            "max_tokens": 1,
+            "temperature": 0.0,
+        }
+        path = "/v1/completions"
+        told = self._answer(path, question, seconds)
+        try:
+            choices = sorted(told["choices"], key=lambda choice: choice["index"])
+            found = [choice["prompt_logprobs"][1:] for choice in choices]
+            self.texts = {
+                int(token): value["decoded_token"]
+                for of_row in found
+                for entry in of_row
+                for token, value in entry.items()
+                if value.get("decoded_token") is not None
+            }
+            entries = [[{int(t): float(v["logprob"]) for t, v in entry.items()} for entry in of] for of in found]
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise self._other(path, told) from None
+        self._check(rows, entries)
+        return entries
+
+    def _check(self, rows: list[list[int]], entries: list[Entries]) -> None:
+        """Raise ConfigError for answers about other tokens than these, or fewer of the likeliest ones."""
+        if [len(row) - 1 for row in rows] != [len(of_row) for of_row in entries]:
+            told = [len(of_row) + 1 for of_row in entries]
+            raise ConfigError(
+                f"{OPTION} {self.address} was asked about {len(rows)} row(s) of {[len(row) for row in rows]} tokens and"
+                f" told of {told}. It should take tokens as they are: vllm serve MODEL does."
+            )
+        for row, of_row in zip(rows, entries, strict=True):
+            for token, entry in zip(row[1:], of_row, strict=True):
+                if token not in entry:
+                    raise ConfigError(
+                        f"{OPTION} {self.address} says nothing of token {token}, about which it was asked. It should"
+                        " take tokens as they are: vllm serve MODEL does."
+                    )
+                if len(entry) < self.topk:
+                    raise ConfigError(
+                        f"{OPTION} {self.address} gives {len(entry)} log-probabilities of a token, and"
+                        f" --gkd-logits-topk is {self.topk}: {self._more()}"
+                    )
+
+    def _more(self) -> str:
+        return f"start it with --max-logprobs {self.topk}, or ask for fewer."
+
+    def _other(self, path: str, told: Any) -> ConfigError:
+        return ConfigError(
+            f"{OPTION} {self.address}{path} does not answer as vLLM does, but with {json.dumps(told)[:200]}.\n"
+            f"Start one with: {start(self.topk)}"
+        )
+
+    def _answer(self, path: str, question: Any, seconds: float) -> Any:
+        """What the server answers; it is asked again where nobody did."""
+        body = None if question is None else json.dumps(question).encode()
+        request = urllib.request.Request(f"{self.address}{path}", body, {"Content-Type": "application/json"})
+        problem = ""
+        for pause in (*PAUSES, None):
+            try:
+                with urllib.request.urlopen(request, timeout=seconds) as answer:
+                    return json.load(answer)
+            except urllib.error.HTTPError as error:
+                with error:
+                    said = error.read(2000).decode(errors="replace")
+                if error.code < 500:
+                    raise self._refused(path, error.code, said) from None
+                problem = f"{error.code} {error.reason}: {said}".strip()
+            except (OSError, http.client.HTTPException, ValueError) as error:  # nobody, a broken line, no JSON
+                problem = str(getattr(error, "reason", None) or error) or type(error).__name__
+            if pause is not None and seconds != ONCE:
+                time.sleep(pause)
+        raise ConfigError(f"{OPTION}: no answer from {self.address} ({problem}).\nStart one with: {start(self.topk)}")
+
+    def _refused(self, path: str, code: int, said: str) -> ConfigError:
+        try:
+            told = json.loads(said)
+            said = str((told.get("error") or told)["message"])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            pass
+        what = self._more() if "logprobs" in said and self.topk else "It was asked about tokens of the model's rows."
+        return ConfigError(f"{OPTION} {self.address}{path} answers {code}: {said}\n{what[0].upper()}{what[1:]}")
+
+
+def start(topk: int) -> str:
+    """What starts a server that says as much."""
+    return f"vllm serve MODEL{f' --max-logprobs {topk}' if topk else ''}"

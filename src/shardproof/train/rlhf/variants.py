@@ -95,7 +95,7 @@ OPTIONS_BESIDE: dict[str, tuple[_NEEDS, str]] = {
         "a --lmbda above 0: the student writes none",
     ),
     "sft_alpha": (lambda config: config.lmbda < 1, "a --lmbda below 1: all answers are the student's own"),
-    "teacher_kl_coef": (lambda config: config.teacher_model, "--teacher-model"),
+    "teacher_kl_coef": (lambda config: config.taught, "--teacher-model"),
     "max_resample_times": (lambda config: config.dynamic_sample, "--dynamic-sample"),
     "kl_in_reward": (lambda config: not config.kl_in_reward or refers(config), "--beta above 0"),
 }
@@ -224,7 +224,7 @@ def _check_advantages(config: RlhfConfig) -> None:
             " function by themselves, and compares their sum with that of all. Leave one of them out."
         )
     _check_compared(config, in_reward)
-    if config.teacher_model:
+    if config.taught:
         of_answers = {
             "--loss-type vespo": config.loss_type == ["vespo"],
             "--trl-arguments off_policy_mask_threshold": "off_policy_mask_threshold" in config.trl_arguments,

@@ -1,0 +1,192 @@
+"""Promise: a teacher on a server teaches what the same teacher does in the processes that train, or says why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.pool import RemoteError
+from shardproof.errors import ConfigError
+from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.rlhf import teachers
+from shardproof.train.rlhf.algorithms import check_algorithm
+from shardproof.train.rlhf.teachers import TeacherServer, check_teacher_server
+from train.rlhf.teacher_of_transformers import Teacher, served
+from train.rlhf.test_same_losses import ALGORITHMS, CHECKPOINTED, COMMON, SHARED
+
+GKD = [*COMMON, "--dataset", "FILES/chats.jsonl", "--rlhf-type", "gkd", "--gkd-logits-topk", "8"]
+GRPO = [*COMMON, *ALGORITHMS["grpo"]]
+LOCAL = ["--teacher-model", "MODELS/other"]
+
+
+@pytest.fixture(scope="module")
+def other(models: dict[str, Path]) -> Iterator[Teacher]:
+    with served(models["other"]) as teacher:
+        yield teacher
+
+
+@pytest.fixture
+def teacher(other: Teacher) -> Iterator[Teacher]:
+    before = vars(other).copy()
+    other.asked.clear()
+    yield other
+    vars(other).update(before)
+
+
+def compare(rlhf: Any, options: list[str], teacher: Teacher, names: tuple[str, ...], ways: Any, **shape: Any) -> None:
+    """Of one process with the teacher in it, and two that ask the server."""
+    one = {"stage": 0, "per_device_batch_size": 2, "gradient_accumulation_steps": 2, **shape}
+    (known,) = rlhf(1, [one], *options, *LOCAL)
+    many = [{"per_device_batch_size": 2, **way, **shape} for way in ways]
+    for found in rlhf(2, many, *options, "--teacher-model-server", teacher.address):
+        for name in names:
+            mine, its = ([r[name] for r in records if name in r] for records in (found, known))
+            assert mine == pytest.approx(its, rel=2e-4, abs=1e-5), name
+            assert its
+
+
+def test_gkd_learns_the_same(rlhf: Any, teacher: Teacher) -> None:
+    compare(rlhf, GKD, teacher, ("loss", "grad_norm"), [{"stage": 3}], lmbda=0.0, max_steps=2)
+    assert {question["prompt_logprobs"] for question in teacher.asked} == {8}
+
+
+@pytest.mark.slow
+def test_so_it_does_in_variants(rlhf: Any, teacher: Teacher) -> None:
+    more: dict[str, Any] = {"lmbda": 0.0, "sft_alpha": 0.3, "val_split": 0.2, "max_length": 24, "truncation": "left"}
+    compare(rlhf, GKD, teacher, ("loss", "grad_norm", "eval_loss"), [*CHECKPOINTED, {"stage": 1}], **more)
+    of_student = {"lmbda": 1.0, "temperature": 1e-4, "max_completion_length": 6, "max_steps": 1, "stage": 2}
+    shape = {
+        **of_student,
+        "per_device_batch_size": 2,
+    }  # of answers that are written a micro-batch has a mean of its own
+    ((known, *_),), ((found, *_),) = (
+        rlhf(2, [shape], *GKD, *taught) for taught in (LOCAL, ["--teacher-model-server", teacher.address])
+    )
+    assert found["loss"] == pytest.approx(known["loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_grpo_is_told_of_its_own_tokens(rlhf: Any, teacher: Teacher) -> None:
+    names = ("loss", "grad_norm", "teacher_kl")
+    ways = [{"stage": 3}, CHECKPOINTED[1], {"stage": 2, **SHARED}]
+    compare(rlhf, GRPO, teacher, names, ways, num_generations=1, reward_funcs=[], temperature=1.0)
+    assert {question["prompt_logprobs"] for question in teacher.asked} == {0}
+
+
+def test_what_it_says_is_put_where_it_belongs(teacher: Teacher) -> None:
+    """Of rows that are padded at either end."""
+    ids = torch.randint(300, 900, (3, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(3, 9, dtype=torch.long)
+    mask[0, :3] = mask[1, 7:] = 0
+    odds = teacher.model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    odds = odds[:, :-1].log_softmax(-1)
+    learnt = mask[:, 1:].bool() & mask[:, :-1].bool()
+    learnt[:, :4] = False
+    learnt[2] = False  # a row of which nothing is learnt is not asked about
+    values, tokens = TeacherServer(teacher.address, 5).likeliest(ids, mask, learnt)
+    expected = odds[learnt].topk(5)
+    assert torch.equal(tokens, expected.indices)
+    assert torch.allclose(values, expected.values, atol=1e-5)
+    assert len(teacher.asked[-1]["prompt"]) == 2
+    mask[1, 7:] = 1
+    known = odds.gather(2, ids[:, 1:, None])[..., 0][:, -4:]
+    logps = TeacherServer(teacher.address, 0).logps(ids, mask, 4)
+    assert torch.allclose(logps[[0, 2]], known[[0, 2]], atol=1e-5)
+    none = TeacherServer(teacher.address, 5).likeliest(ids, mask, torch.zeros_like(learnt))
+    assert [tuple(part.shape) for part in none] == [(0, 5), (0, 5)]
+
+
+def looked_at(teacher: Teacher, models: dict[str, Path], topk: int = 8, longest: int = 100, **more: Any) -> None:
+    from transformers import AutoTokenizer
+
+    given = {"rlhf_type": "gkd", "lmbda": 0.0, "model": str(models["policy"]), "teacher_model_server": teacher.address}
+    config = RlhfConfig(**{**given, "gkd_logits_topk": topk, **more})
+    tokenizer = AutoTokenizer.from_pretrained(models["policy"])
+    check_teacher_server(config, tokenizer, SimpleNamespace(longest_kept=longest))
+
+
+def test_one_that_is_away_or_another_is_told_before_anything_is_loaded(
+    teacher: Teacher, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at(teacher, models)
+    with pytest.raises(ConfigError, match=r"no answer from http://127.0.0.1:9 \(.*refused\)[^\n]*\n.*--max-logprobs 8"):
+        looked_at(teacher, models, teacher_model_server="http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"max allowed: 20\nStart it with --max-logprobs 64, or ask for fewer"):
+        looked_at(teacher, models, topk=64)
+    with pytest.raises(
+        ConfigError, match=r"takes 512 tokens, .* up to 612, 512 of them answers. .* --max-model-len 613"
+    ):
+        looked_at(teacher, models, lmbda=1.0, max_completion_length=512)
+    with pytest.raises(ConfigError, match=r"answers 404: .*Not Found"):
+        looked_at(teacher, models, teacher_model_server=f"{teacher.address}/other")
+    words = teacher.tokenizer
+    monkeypatch.setattr(teacher, "tokenizer", SimpleNamespace(decode=lambda ids: words.decode([ids[0] + 1])))
+    with pytest.raises(
+        ConfigError, match=r"of teacher is '.*', and of .*policy '.*'. A teacher is given the tokens of"
+    ):
+        looked_at(teacher, models)
+    monkeypatch.undo()
+    teacher.silent_of = 31
+    with pytest.raises(ConfigError, match="says nothing of token 31"):
+        TeacherServer(teacher.address, 2).asked([[30, 31, 32]], 10)
+    teacher.silent_of, few = -1, teacher.judged
+    monkeypatch.setattr(teacher, "judged", lambda question: few({**question, "prompt_logprobs": 1}))
+    with pytest.raises(ConfigError, match=r"gives [12] log-probabilities of a token, and --gkd-logits-topk is 4"):
+        TeacherServer(teacher.address, 4).asked([[30, 31, 32]], 10)
+    monkeypatch.setattr(teacher, "judged", lambda question: (200, {"choices": []}))
+    with pytest.raises(ConfigError, match=r"asked about 1 row\(s\) of \[3\] tokens and told of \[\]"):
+        TeacherServer(teacher.address, 0).asked([[30, 31, 32]], 10)
+    monkeypatch.setattr(teacher, "judged", lambda question: (200, {"choices": [{"index": 0}]}))
+    with pytest.raises(ConfigError, match="does not answer as vLLM does, but with"):
+        TeacherServer(teacher.address, 0).asked([[30, 31, 32]], 10)
+
+
+def test_a_line_that_breaks_is_asked_again(teacher: Teacher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teachers, "PAUSES", (0.0, 0.0))
+    teacher.failing = 2
+    TeacherServer(teacher.address, 2).asked([[30, 31, 32]], 20)
+    teacher.failing = 3
+    with pytest.raises(ConfigError, match="no answer from"):
+        TeacherServer(teacher.address, 2).asked([[30, 31, 32]], 20)
+
+
+@pytest.mark.slow
+def test_one_that_goes_away_ends_the_run_in_words(rlhf: Any, models: dict[str, Path]) -> None:
+    """The rank that asks it says so; the others do not wait for it."""
+    with served(models["other"]) as teacher:
+        judged, options = teacher.judged, [*GKD, "--teacher-model-server", teacher.address]
+
+        def refuse(question: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+            many = len(teacher.asked) > 6
+            return (400, {"error": {"message": "EngineCore is gone"}}) if many else judged(question)
+
+        teacher.judged = refuse  # type: ignore[method-assign]
+        with pytest.raises(RemoteError, match="answers 400: EngineCore is gone"):
+            rlhf(2, [{"stage": 3, "per_device_batch_size": 2, "lmbda": 0.0}], *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"teacher_model": "t"}, "--teacher-model-server http://t and --teacher-model: there is one teacher"),
+        ({"gkd_logits_topk": None}, "tells its likeliest tokens, and no whole distribution: add --gkd-logits-topk 64"),
+        ({"seq_kd": True}, "and --seq-kd: a server judges tokens"),
+        ({"teacher_model_server": '[{"url": "http://t"}]'}, "should be the address of one server"),
+        ({"rlhf_type": "dpo", "gkd_logits_topk": None}, "--teacher-model-server means nothing to --rlhf-type dpo"),
+        (
+            {"rlhf_type": "grpo", "gkd_logits_topk": None, "temperature": 0.9, "lmbda": 0.5},
+            "Take --temperature 1",
+        ),
+        ({"model_stages": {"teacher_model": 2}}, "there is no --teacher-model"),
+    ],
+)
+def test_what_no_server_is_for_is_refused(options: dict[str, Any], text: str) -> None:
+    given = {"rlhf_type": "gkd", "teacher_model_server": "http://t", "gkd_logits_topk": 8, "lmbda": 0.0, **options}
+    config = RlhfConfig(**given)
+    with pytest.raises(ConfigError, match=text):
+        check_algorithm(config, config.batch(1))
