@@ -576,6 +576,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "gkd in few tokens besides sft": {"lmbda": 0.0, "gkd_logits_topk": 64, "sft_alpha": 0.1},
     "gkd of its own answers": {"lmbda": 1.0, "max_completion_length": 64},
     "grpo": {"reward_funcs": ["length"], "num_generations": 4, "max_completion_length": 64, "beta": 0.1},
+    "grpo with experts": {
+        "reward_funcs": ["length"],
+        "num_generations": 4,
+        "max_completion_length": 64,
+        "chord_mu_peak": 0.5,
+        "chord_sft_per_device_train_batch_size": 4,
+    },
 }
 
 
@@ -605,6 +612,11 @@ def test_runs_of_rlhf_take_what_is_told_or_a_little_less(tmp_path, kind):
         lines.append(json.dumps(rows.get(name, pair)))
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     options = {"rlhf_type": name, "dataset": [str(tmp_path / "rows.jsonl")], "per_device_batch_size": 4, **RUNS[kind]}
+    if "experts" in kind:  # as long as answers may be
+        words = {"role": "assistant", "content": " ".join(str(number) for number in range(10, 40))}
+        expert = json.dumps({"messages": [{"role": "user", "content": "What is 10 and one?"}, words]}) + "\n"
+        (tmp_path / "experts.jsonl").write_text(expert * 8)
+        options["chord_sft_dataset"] = [str(tmp_path / "experts.jsonl")]
     if name == "gkd" or "many tokens" in kind:
         options["model"] = wide(tmp_path / "wide", lines)
     if name == "gkd":

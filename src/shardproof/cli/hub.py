@@ -41,7 +41,7 @@ def all_here(models: Iterable[str], datasets: Iterable[str] = ()) -> bool:
 
 def run_is_here(config: RunConfig) -> bool:
     """The same of a run."""
-    return all_here(config.models, [*config.dataset, *config.val_dataset])
+    return all_here(config.models, [*config.dataset, *config.val_dataset, *getattr(config, "chord_sft_dataset", ())])
 
 
 def is_on_hub(dataset: str) -> bool:

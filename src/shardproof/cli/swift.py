@@ -260,7 +260,9 @@ def _tell_of_hub(values: dict[str, list[str]], line: shell.Line, notes: list[str
     asked = line.variables.get("USE_HF", "0").lower() in ("1", "true")
     told = asked or any(name == "use_hf" for name, _ in line.options)
     named = [
-        hub_name(source.partition("#")[0]) for name in ("dataset", "val_dataset") for source in values.get(name, [])
+        hub_name(source.partition("#")[0])
+        for name in ("dataset", "val_dataset", "chord_sft_dataset")
+        for source in values.get(name, [])
     ]
     if not told and any(name is not None and not name.modelscope for name in named):
         notes.append(

@@ -44,6 +44,15 @@ def test_so_it_does_where_ranks_share_answers(
 
 
 @pytest.mark.slow
+def test_so_it_does_with_rows_of_experts(
+    commands: Any, models: dict[str, Path], files: dict[str, Path], tmp_path: Path
+) -> None:
+    mu = "--chord-mu-peak 0.8 --chord-mu-valley 0.1 --chord-mu-decay-steps 9 --chord-mu-warmup-steps 2".split()
+    argv = [*argv_of("grpo", models, files), "--chord-sft-dataset", str(files["chats"]), *mu]
+    check_that_it_goes_on(commands, argv, *SAVED["grpo"], tmp_path)
+
+
+@pytest.mark.slow
 def test_so_it_does_behind_a_step_of_fewer_micro_batches(
     commands: Any, models: dict[str, Path], files: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -43,7 +43,9 @@ class Seen(NamedTuple):
     @staticmethod
     def here(host: str, prepared: Prepared) -> Seen:
         seen = Seen(host, {}, {})
-        for name in (*prepared.config.dataset, *(prepared.config.val_dataset or ())):
+        config = prepared.config
+        experts = getattr(config, "chord_sft_dataset", ())
+        for name in (*config.dataset, *(config.val_dataset or ()), *experts):
             file = Path(name).expanduser()
             file = file if file.exists() else file.with_name(file.name.partition("#")[0])
             if file.is_file():

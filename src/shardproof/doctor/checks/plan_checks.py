@@ -159,8 +159,10 @@ def held(
 
 def loss_of_rlhf(config: RlhfDoctorConfig) -> tuple[str, Loss]:
     """The class of transformers and the loss of a run of rlhf: what `make_plan` takes besides the config."""
-    from shardproof.doctor.planning.imagine import Taught
+    from shardproof.doctor.planning.stand_ins import Taught, WithExperts
 
+    if config.chord_sft_dataset:
+        return CAUSAL, WithExperts(config.chord_sft_per_device_train_batch_size)
     if config.rlhf_type in REFERRED:
         return CAUSAL, "fused"
     if config.rlhf_type == "rm":

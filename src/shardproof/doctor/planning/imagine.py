@@ -38,10 +38,11 @@ from shardproof.doctor.planning.ledger import (
 from shardproof.doctor.planning.stand_ins import (
     ImaginedHome,
     ImaginedHost,
+    Taught,
+    WithExperts,
     add_fused_head,
     contrasted,
     distilled,
-    distilled_in,
     optimizer_of,
     summed,
 )
@@ -65,15 +66,6 @@ if TYPE_CHECKING:
     from shardproof.doctor.planning.sample import Sample
 
 FROM_START, FROM_END = 3, 2  # segments of each pass that are told apart: reductions are under way for three blocks
-
-
-class Taught(NamedTuple):
-    """A loss by so many of a teacher's likeliest tokens, and as in sft besides, or not."""
-
-    topk: int
-    written: bool
-
-
 _Named = Literal[
     "text",
     "scores",
@@ -85,7 +77,7 @@ _Named = Literal[
     "contrasted",
     "contrasted and written",
 ]
-Loss = _Named | Taught
+Loss = _Named | Taught | WithExperts
 PASSES = 3  # of a step with more micro-batches: the first, those in the middle, which are alike, and the last
 
 Key = tuple[str, int]
@@ -144,7 +136,7 @@ class Rank:
     ) -> None:
         self.sample, self.values = sample, Values() if sample else None
         self.model, self.config, self.blocks, self.loss = model, config, blocks, loss
-        if loss == "fused":
+        if loss == "fused" or isinstance(loss, WithExperts):
             add_fused_head(model)
         if loss == "last":
             last_logits_only(model)
@@ -302,8 +294,8 @@ class Rank:
         labels = inputs.pop("labels")
         if self.loss in ("scores", "vectors", "last"):
             return summed(self.model(**inputs))
-        if isinstance(self.loss, Taught):
-            return distilled_in(self.model, inputs, labels, *self.loss)
+        if isinstance(self.loss, Taught | WithExperts):
+            return self.loss.of(self.model, inputs, labels)
         if self.loss in ("distilled", "distilled and written"):
             return distilled(self.model(**inputs).logits, labels, written=self.loss != "distilled")
         if self.loss in ("contrasted", "contrasted and written"):

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -18,7 +18,7 @@ from shardproof.errors import ConfigError
 from shardproof.models.forward import without_adapters
 from shardproof.train.losses.chunked import chunked_cross_entropy
 from shardproof.train.losses.likeliest import distance
-from shardproof.train.losses.shortcuts import head_of, hidden_states, no_plain_head
+from shardproof.train.losses.shortcuts import chunked_loss, head_of, hidden_states, no_plain_head
 from shardproof.train.model.activations import HeldByHost
 from shardproof.train.options.config import ADAFACTOR, EIGHT_BITS, GALORE, MUON
 from shardproof.zero.comm import collectives
@@ -133,25 +133,42 @@ def distilled(logits: torch.Tensor, ids: torch.Tensor, written: bool) -> torch.T
     return loss
 
 
-def distilled_in(model: Any, inputs: dict[str, Any], ids: torch.Tensor, topk: int, written: bool) -> torch.Tensor:
-    """The same in so many of the teacher's likeliest tokens, which are there before the model is asked.
+class Taught(NamedTuple):
+    """GKD's loss in so many of the teacher's likeliest tokens, and as in sft besides, or not."""
 
-    Raises:
-        ConfigError: the model has no head that could be met a few tokens at a time.
-    """
-    from trl.experimental.gkd import GKDTrainer
+    topk: int
+    written: bool
 
-    if why := no_plain_head(model):
-        raise ConfigError(f"--gkd-logits-topk: {why}. Leave --gkd-logits-topk out.")
-    learnt = ids[:, 1:].ne(-100)
-    tokens = ids[:, 1:][learnt][:, None].expand(-1, topk).contiguous()
-    taught = tokens.float(), tokens
-    hidden, head = hidden_states(model, inputs)[:, :-1][learnt], head_of(model)
-    apart = partial(GKDTrainer.generalized_jsd_loss, beta=0.5, reduction="sum")
-    loss = distance(hidden, head.weight, head.bias, taught, 1, apart)
-    if written:
-        loss = loss + chunked_cross_entropy(hidden, head.weight, head.bias, ids[:, 1:][learnt], 1)
-    return loss
+    def of(self, model: Any, inputs: dict[str, Any], ids: torch.Tensor) -> torch.Tensor:
+        """What the teacher says is there before the model is asked.
+
+        Raises:
+            ConfigError: the model has no head that could be met a few tokens at a time.
+        """
+        from trl.experimental.gkd import GKDTrainer
+
+        if why := no_plain_head(model):
+            raise ConfigError(f"--gkd-logits-topk: {why}. Leave --gkd-logits-topk out.")
+        learnt = ids[:, 1:].ne(-100)
+        tokens = ids[:, 1:][learnt][:, None].expand(-1, self.topk).contiguous()
+        taught = tokens.float(), tokens
+        hidden, head = hidden_states(model, inputs)[:, :-1][learnt], head_of(model)
+        apart = partial(GKDTrainer.generalized_jsd_loss, beta=0.5, reduction="sum")
+        loss = distance(hidden, head.weight, head.bias, taught, 1, apart)
+        if self.written:
+            loss = loss + chunked_cross_entropy(hidden, head.weight, head.bias, ids[:, 1:][learnt], 1)
+        return loss
+
+
+class WithExperts(NamedTuple):
+    """GRPO's loss with that of so many rows of experts, of which both are kept for backward."""
+
+    rows: int
+
+    def of(self, model: Any, inputs: dict[str, Any], ids: torch.Tensor) -> torch.Tensor:
+        experts = ids.new_zeros(self.rows, ids.shape[1])
+        answers: torch.Tensor = model(**inputs, labels=ids, fused_lm_head=True).log_probs.sum()
+        return answers + chunked_loss(model, {"input_ids": experts, "labels": experts}, 1)
 
 
 def contrasted(logits: torch.Tensor, ids: torch.Tensor, written: bool) -> torch.Tensor:

@@ -28,6 +28,8 @@ _NONE = (False, False, False)
 # tokens, and with a factor the gradient of the logits times that.
 Judge = Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None], tuple[torch.Tensor, Any]]
 
+Weights = Callable[[torch.Tensor], torch.Tensor]
+
 
 def chunked_cross_entropy(
     hidden: torch.Tensor,
@@ -37,6 +39,7 @@ def chunked_cross_entropy(
     divisor: Any,
     dft: bool = False,
     smoothing: float = 0.0,
+    weigh: Weights | None = None,
 ) -> torch.Tensor:
     """The sum of the cross entropies of `hidden @ weight.T + bias`, divided by `divisor`; see `chunked`.
 
@@ -44,8 +47,10 @@ def chunked_cross_entropy(
         targets: [tokens], int64, each in the vocabulary.
         dft: whether each cross entropy is multiplied by the probability of its target, as a constant (DFT).
         smoothing: the share of each cross entropy that is its mean over the vocabulary instead of that of its target.
+        weigh: of the log-probabilities of targets, what else each cross entropy is multiplied by, as a constant.
     """
-    return chunked(hidden, weight, bias, (targets,), divisor, partial(_cross_entropy, dft=dft, smoothing=smoothing))
+    judge = partial(_cross_entropy, weigh=torch.exp if dft else weigh, smoothing=smoothing)
+    return chunked(hidden, weight, bias, (targets,), divisor, judge)
 
 
 def chunked(
@@ -160,12 +165,16 @@ def _run(
 
 
 def _cross_entropy(
-    logits: torch.Tensor, targets: tuple[torch.Tensor, ...], scale: torch.Tensor | None, dft: bool, smoothing: float
+    logits: torch.Tensor,
+    targets: tuple[torch.Tensor, ...],
+    scale: torch.Tensor | None,
+    weigh: Weights | None,
+    smoothing: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     t = targets[0][:, None]
     odds = torch.log_softmax(logits, -1)
     of_target = odds.gather(1, t)
-    weights = of_target.exp() if dft else None
+    weights = None if weigh is None else weigh(of_target)
     total = -(of_target if weights is None else of_target * weights).sum() * (1.0 - smoothing)
     if smoothing:
         total -= odds.mean(-1).sum() * smoothing

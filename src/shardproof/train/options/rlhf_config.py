@@ -18,6 +18,11 @@ REFERRED = ("dpo", "kto", *REWARDED)  # they compare with a reference
 
 SAME = "same"  # --ref-adapters: those of --adapters
 
+CHORD = (
+    *("chord_sft_dataset", "chord_sft_per_device_train_batch_size", "chord_enable_phi_function"),
+    *("chord_mu_peak", "chord_mu_valley", "chord_mu_warmup_steps", "chord_mu_decay_steps"),
+)
+
 LEARNING_RATE = {"rm": 1e-4, "gkd": 1e-5}  # TRL's; 1e-6 elsewhere
 LORA_FACTOR = 10  # adapters want more
 
@@ -131,6 +136,24 @@ class RlhfConfig(RunConfig):
         "take the distance to the reference off rewards, in place of adding it to the loss (grpo; default: no, with"
         " another --advantage-estimator than grpo yes)",
     )
+
+    chord_sft_dataset: list[str] = option(
+        "Rewards", [], "rows of experts, as for sft, that are learnt beside the answers (CHORD, in grpo)"
+    )
+    chord_sft_per_device_train_batch_size: int = option(
+        "Rewards", 1, "so many of them a process has in a micro-batch", ge=1
+    )
+    chord_enable_phi_function: bool = option(
+        "Rewards", False, "weigh each of their tokens by how unsure the model is of it: p (1 - p)"
+    )
+    chord_mu_peak: float | None = option(
+        "Rewards", None, "largest weight of their loss; grpo's has the rest", ge=0, le=1
+    )
+    chord_mu_valley: float | None = option(
+        "Rewards", None, "weight of their loss in the end (default: --chord-mu-peak)", ge=0, le=1
+    )
+    chord_mu_warmup_steps: int = option("Rewards", 0, "steps in which that weight rises to its peak", ge=0)
+    chord_mu_decay_steps: int = option("Rewards", 0, "steps in which it then falls", ge=0)
 
     num_generations: int | None = option("Generation", None, "answers per prompt (default: 8; rloo, ppo 2)", ge=1)
     max_completion_length: int = option("Generation", 256, "longest generated answer, in tokens", ge=1)

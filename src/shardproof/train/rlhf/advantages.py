@@ -13,6 +13,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head, nanstd
 
+from shardproof.train.rlhf.chord import Experts
 from shardproof.train.rlhf.rewards import unrewarded
 from shardproof.train.rlhf.teachers import TeacherServer
 from shardproof.train.rlhf.variants import OF_REWARDS
@@ -93,17 +94,23 @@ class ByDistance(GRPOTrainer):
 class GrpoTrainer(ByDistance):
     """GRPO's trainer with one of these estimators, and with a teacher's judgement of each token, if there is one: how
     much more probable it is to the teacher, by which the reverse KL divergence is learnt from the model's own answers
-    (https://arxiv.org/abs/2306.08543)."""
+    (https://arxiv.org/abs/2306.08543). `experts` are learnt beside answers."""
 
     teacher_model: Any
 
-    def __init__(self, *args: Any, teacher_model: Any = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, teacher_model: Any = None, experts: Experts | None = None, **kwargs: Any) -> None:
+        self.experts = experts
         self.kl_in_reward = kwargs["args"].kl_in_reward
         super().__init__(*args, **kwargs)
         self.teacher_model = teacher_model
         if isinstance(teacher_model, torch.nn.Module):
             add_fused_lm_head(teacher_model, temperature=self.temperature)
             self.teacher_model = self.accelerator.prepare_model(teacher_model, evaluation_mode=True)
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        loss = super()._compute_loss(model, inputs)
+        learns = self.experts is not None and self.model.training
+        return self.experts.joined(self, model, loss) if learns else loss  # type: ignore[union-attr]
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)

@@ -12,7 +12,7 @@ from shardproof.data.forms.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.errors import ConfigError, did_you_mean
 from shardproof.train.options.config import Batch
 from shardproof.train.options.option import flag
-from shardproof.train.options.rlhf_config import PAIRED, REFERRED, REWARDED, SAME, RlhfConfig
+from shardproof.train.options.rlhf_config import CHORD, PAIRED, REFERRED, REWARDED, SAME, RlhfConfig
 from shardproof.train.rlhf.teachers import check_served
 from shardproof.train.rlhf.variants import check_variant, refers
 from shardproof.train.rlhf.vllm import COLOCATED, SERVED, check_vllm, vllm_arguments
@@ -112,6 +112,7 @@ MEANT_FOR: dict[str, tuple[str, ...]] = {
     "repetition_penalty": REWARDED,
     **dict.fromkeys(("advantage_estimator", "scale_rewards", "kl_in_reward"), ("grpo",)),
     "delta": ("grpo",),
+    **dict.fromkeys(CHORD, ("grpo",)),
     **dict.fromkeys(("dynamic_sample", "max_resample_times"), ("grpo", "rloo")),
     **dict.fromkeys(("tools", "environments", "max_tool_calling_iterations"), ("grpo",)),
     "importance_sampling_level": ("grpo",),

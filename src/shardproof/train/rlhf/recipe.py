@@ -6,7 +6,7 @@ The algorithms are TRL's. Ours: rows and their errors, sharding of every model, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from shardproof.train.options.config import Batch, SftConfig
 from shardproof.train.options.option import flag
 from shardproof.train.options.rlhf_config import REWARDED, RlhfConfig
 from shardproof.train.rlhf.algorithms import ALGORITHMS, check_algorithm, own_arguments
+from shardproof.train.rlhf.chord import check_chord, encoded_experts, experts_of
 from shardproof.train.rlhf.environments import check_environments, check_room, factory_of
 from shardproof.train.rlhf.pictures import (
     ANSWERED,
@@ -62,7 +63,9 @@ OF_STATES = ("dpo", "kto", "grpo", "rloo", "ppo")  # their trainers ask the mode
 
 @dataclass
 class RlhfPrepared(Prepared):
-    """A run that can start."""
+    """A run that can start. `experts`: rows that are learnt beside answers, see `chord.py`."""
+
+    experts: Any = field(default=None, init=False)
 
     @property
     def rows_a_step(self) -> int | Fraction:
@@ -92,6 +95,7 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
             "Leave it out."
         )
     check_reference(config)
+    check_chord(config)
     check_rewards(config.reward_funcs, config.format_pattern, plugins=bool(config.external_plugins))
     for option in ("ref_model", "teacher_model", "value_model", "reward_model"):
         named = getattr(config, option)
@@ -159,6 +163,7 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
     auto = SCORER if config.rlhf_type == "rm" else CAUSAL
     to_learn = partial(_encoded, config, files_at=first_with_files(rows, val_rows))
     prepared = run.prepare(config, batch, rows, val_rows, to_learn, RlhfPrepared, auto)
+    prepared.experts = encoded_experts(config, prepared.tokenizer)
     answers = {PAIRS: " response=chosen rejected_response=rejected", JUDGED: " response=completion"}
     warn_of_plain(rows, prepared.tokenizer, f"query=prompt{answers.get(form_of(config), '')}")
     return _on_disk(prepared) if config.precompute_ref else prepared
@@ -220,7 +225,7 @@ def import_libraries(config: RlhfConfig) -> None:
     ALGORITHMS[config.rlhf_type].classes()
 
 
-def train(prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:
+def train(prepared: RlhfPrepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:
     """Train on this rank and save. Collective: every rank of the process group calls it.
 
     Any of `signals` ends training after the step it comes in, and the weights of that step are saved.
@@ -316,7 +321,7 @@ def _reads(config: RlhfConfig, rows: Any, judge: str) -> Any:
     return Reads(processor, media_limits(config, processor))
 
 
-def _other_models(prepared: Prepared, model: Any) -> dict[str, Any]:
+def _other_models(prepared: RlhfPrepared, model: Any) -> dict[str, Any]:
     """The models and functions that take part besides the one that is trained."""
     config: RlhfConfig = prepared.config
     kind = config.rlhf_type
@@ -355,6 +360,8 @@ def _other_models(prepared: Prepared, model: Any) -> dict[str, Any]:
         more["teacher_model"] = _load_other("teacher_model", config.teacher_model, config)
     if config.teacher_model_server:
         more["teacher_model"] = TeacherServer(config.teacher_model_server, config.gkd_logits_topk or 0)
+    if kind == "grpo":
+        more["experts"] = experts_of(config, prepared.experts, prepared.tokenizer.pad_token_id)
     if kind == "gkd":
         more |= {"sft_alpha": config.sft_alpha, "topk": config.gkd_logits_topk}
         if config.use_vllm:

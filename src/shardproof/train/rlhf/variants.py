@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from shardproof.errors import ConfigError, did_you_mean
 from shardproof.train.options.option import flag
-from shardproof.train.options.rlhf_config import REWARDED, RlhfConfig
+from shardproof.train.options.rlhf_config import CHORD, REWARDED, RlhfConfig
 
 log = logging.getLogger("shardproof")
 
@@ -96,6 +96,7 @@ OPTIONS_BESIDE: dict[str, tuple[_NEEDS, str]] = {
     ),
     "sft_alpha": (lambda config: config.lmbda < 1, "a --lmbda below 1: all answers are the student's own"),
     "teacher_kl_coef": (lambda config: config.taught, "--teacher-model"),
+    **dict.fromkeys(CHORD[1:], (lambda config: config.chord_sft_dataset, "--chord-sft-dataset")),
     "max_resample_times": (lambda config: config.dynamic_sample, "--dynamic-sample"),
     "kl_in_reward": (lambda config: not config.kl_in_reward or refers(config), "--beta above 0"),
 }

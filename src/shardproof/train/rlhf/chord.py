@@ -1,0 +1,175 @@
+"""CHORD: rows of experts, learnt as in sft beside the answers of grpo (https://arxiv.org/abs/2508.11408).
+
+The loss is `(1 - mu)` times that of grpo and `mu` times the mean over the experts' learnt tokens of a step, whatever
+micro-batches and ranks these are in; `mu` follows the step. Which rows a step has follows from its number, so that a
+run that goes on has those of one that was not interrupted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from shardproof.data.forms.formats import SUPERVISED
+from shardproof.data.rows import read_rows
+from shardproof.errors import ConfigError, DataError
+from shardproof.train import run
+from shardproof.train.options.rlhf_config import RlhfConfig
+
+OPTION = "--chord-sft-dataset"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the weight of experts follows the step: up from 0 in `warmup` steps, and down to `valley` by half a cosine
+    in `decay` steps."""
+
+    peak: float
+    valley: float
+    warmup: int
+    decay: int
+
+    def mu(self, step: int) -> float:
+        """In the step behind so many."""
+        if step < self.warmup:
+            return self.peak * step / self.warmup
+        if step >= self.warmup + self.decay:
+            return self.valley
+        share = (1 + math.cos(math.pi * (step - self.warmup) / self.decay)) / 2
+        return self.valley + (self.peak - self.valley) * share
+
+
+def check_chord(config: RlhfConfig) -> None:
+    """Raise ConfigError for options of CHORD that lack something, or that cannot be together."""
+    if not config.chord_sft_dataset:
+        return
+    if config.chord_mu_peak is None:
+        raise ConfigError(f"{OPTION} needs --chord-mu-peak, the largest weight of its rows in the loss, such as 0.9.")
+    if not (config.chord_mu_peak or config.chord_mu_valley):
+        raise ConfigError(f"--chord-mu-peak 0: nothing would be learnt of {OPTION}. Leave both out.")
+    if config.sequence_parallel > 1:
+        raise ConfigError(f"{OPTION} and --sequence-parallel: rows of experts are not shared. Leave one of them out.")
+
+
+def encoded_experts(config: RlhfConfig, tokenizer: Any) -> Any:
+    """The rows of experts as sft learns them, or None.
+
+    Raises:
+        DataError: a file is missing, or a row is bad, has files, or is too long.
+    """
+    from shardproof.data.encoding.encode import encode_rows
+
+    if not config.chord_sft_dataset:
+        return None
+    only = {"dataset": config.chord_sft_dataset, "val_dataset": [], "val_split": 0.0, "interleave_prob": []}
+
+    def reader(*args: Any, **how: Any) -> Any:
+        return read_rows(*args, **{**how, "others": True})  # --columns may be about --dataset
+
+    how: Any = {"max_length": config.max_length, "truncation": config.truncation, "system": config.system}
+    try:
+        rows, _ = run.read(config.model_copy(update=only), reader, SUPERVISED)
+        return encode_rows(rows, tokenizer, bad_rows=config.bad_rows, **how)
+    except DataError as error:
+        raise DataError(f"{OPTION}: {error}") from None
+
+
+class Experts:
+    """What a trainer of TRL's GRPO learns beside its answers.
+
+    Args:
+        rows: with `input_ids` and `labels`.
+        batch: how many of them a process has in a micro-batch.
+        schedule: of their weight.
+        phi: whether each token weighs as much as the model is unsure of it.
+        pad: what rows are padded with.
+        seed: of their order.
+    """
+
+    def __init__(self, rows: Any, batch: int, schedule: Schedule, phi: bool, pad: int, seed: int) -> None:
+        self._rows, self._batch, self._schedule, self._phi, self._pad = rows, batch, schedule, phi, pad
+        self._seed, self._at = seed, (-1, 0)
+        self._plain: bool | None = None
+        self._order = cache(self._drawn)
+
+    def joined(self, trainer: Any, model: Any, loss: Any) -> Any:
+        """The loss of a micro-batch of grpo with that of its experts."""
+        step = trainer.state.global_step
+        micro = self._at[1] + 1 if self._at[0] == step else 0
+        self._at, mu = (step, micro), self._schedule.mu(step)
+        trainer._metrics["train"]["chord/mu"].append(mu)
+        if not mu:
+            return loss
+        ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+        of_step = self._of_step(step, trainer, ranks)
+        mine = of_step[(micro * ranks + rank) * self._batch :][: self._batch]
+        learnt = sum(_learnt(row) for row in of_step)
+        found = self._summed(model, mine, trainer.args.device)
+        told = found * trainer.current_gradient_accumulation_steps  # TRL tells the mean over micro-batches
+        trainer._record("chord/sft_loss", told, found.new_tensor(learnt / ranks))
+        return (1 - mu) * loss + mu * found * ranks / max(learnt, 1)  # gradients are the mean over ranks
+
+    def _of_step(self, step: int, trainer: Any, ranks: int) -> list[dict[str, Any]]:
+        """The rows of a step, micro-batch by micro-batch. The last one of an epoch of prompts may have fewer."""
+        begin = step * trainer.args.gradient_accumulation_steps * ranks * self._batch
+        many = trainer.current_gradient_accumulation_steps * ranks * self._batch
+        rounds = (divmod(place, len(self._rows)) for place in range(begin, begin + many))
+        return [self._rows[self._order(number)[place]] for number, place in rounds]
+
+    def _drawn(self, number: int) -> list[int]:
+        """The order of the rows in a round of all of them."""
+        import torch
+
+        draws = torch.Generator().manual_seed(self._seed * 1_000_003 + number)
+        return torch.randperm(len(self._rows), generator=draws).tolist()
+
+    def _summed(self, model: Any, rows: list[dict[str, Any]], device: Any) -> Any:
+        """The sum of what the learnt tokens of rows lose, each weighed."""
+        import torch
+
+        from shardproof.data.encoding.encode import collate
+        from shardproof.train.losses.chunked import chunked_cross_entropy
+        from shardproof.train.losses.shortcuts import check_logits, head_of, hidden_states
+
+        batch = {name: value.to(device) for name, value in collate(rows, self._pad).items()}
+        labels = batch.pop("labels")
+        if self._plain is None:
+            try:
+                check_logits(model, batch, OPTION)
+                self._plain = True
+            except ConfigError:  # it caps its logits, or has no head of its own: they are held whole
+                self._plain = False
+        learnt, weigh = labels[:, 1:].ne(-100), unsure if self._phi else None
+        targets = labels[:, 1:][learnt]
+        if self._plain:
+            hidden, head = hidden_states(model, batch)[:, :-1][learnt], head_of(model)
+            return chunked_cross_entropy(hidden, head.weight, head.bias, targets, 1, weigh=weigh)
+        losses = torch.nn.functional.cross_entropy(
+            model(**batch, use_cache=False).logits[:, :-1][learnt].float(), targets, reduction="none"
+        )
+        return (losses if weigh is None else losses * weigh(-losses.detach())).sum()
+
+
+def unsure(odds: Any) -> Any:
+    """How unsure a model is of tokens, of their log-probabilities: `p (1 - p)`."""
+    chances = odds.exp()
+    return chances * (1 - chances)
+
+
+def _learnt(row: dict[str, Any]) -> int:
+    labels = row["labels"][1:]
+    return len(labels) - labels.count(-100)
+
+
+def experts_of(config: RlhfConfig, rows: Any, pad: int) -> Experts | None:
+    """Of the options, and of rows as `encoded_experts` gave them."""
+    if rows is None:
+        return None
+    peak = float(config.chord_mu_peak or 0.0)
+    valley = peak if config.chord_mu_valley is None else config.chord_mu_valley
+    schedule = Schedule(peak, valley, config.chord_mu_warmup_steps, config.chord_mu_decay_steps)
+    return Experts(
+        rows, config.chord_sft_per_device_train_batch_size, schedule, config.chord_enable_phi_function, pad, config.seed
+    )

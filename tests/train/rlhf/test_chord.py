@@ -1,0 +1,128 @@
+"""Promise: rows of experts beside grpo's answers are learnt the same on any number of ranks and after a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardproof.errors import ConfigError, DataError
+from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.rlhf.algorithms import check_algorithm
+from shardproof.train.rlhf.chord import Schedule, check_chord, encoded_experts, unsure
+from train.rlhf.test_same_losses import ALGORITHMS, CHECKPOINTED, COMMON, LORA, check
+
+EXPERTS = ["--chord-sft-dataset", "FILES/chats.jsonl", "--chord-mu-peak", "0.6"]
+OPTIONS = [*COMMON, *ALGORITHMS["grpo"], *EXPERTS]
+
+
+def test_their_weight_rises_and_falls_as_in_the_paper() -> None:
+    schedule = Schedule(peak=0.9, valley=0.1, warmup=4, decay=10)
+    assert [schedule.mu(step) for step in (0, 2, 4, 14, 99)] == pytest.approx([0, 0.45, 0.9, 0.1, 0.1])
+    assert schedule.mu(9) == pytest.approx(0.5)
+    assert [Schedule(0.5, 0.5, 0, 0).mu(step) for step in (0, 7)] == [0.5, 0.5]
+
+
+def test_the_numbers_are_those_of_one_process(rlhf: Any) -> None:
+    records = check(rlhf, "grpo", [{"stage": 3}], words=EXPERTS, chord_mu_valley=0.2, chord_mu_decay_steps=2)
+    assert [r["chord/mu"] for r in records if "chord/mu" in r] == pytest.approx([0.6, 0.4, 0.2])
+    assert records[0]["chord/sft_loss"] == pytest.approx(math.log(2048), rel=0.1), "an untrained model knows no token"
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "by uncertainty": {"chord_enable_phi_function": True, "chord_mu_warmup_steps": 2},
+    "adapters": {**LORA, "loss_type": ["grpo"]},
+    "learnt from again": {"num_iterations": 2, "steps_per_generation": 2},
+    "alone": {"chord_mu_peak": 1.0},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", VARIANTS)
+def test_so_they_are_in_variants(rlhf: Any, what: str) -> None:
+    more, two = dict(VARIANTS[what]), {"chord_sft_per_device_train_batch_size": 2}
+    if what == "learnt from again":  # chance deals answers out to micro-batches, so a step has one
+        (one, again) = rlhf(2, [{"stage": stage, "per_device_batch_size": 2, **more} for stage in (0, 3)], *OPTIONS)
+        for name in ("loss", "grad_norm"):
+            mine, its = ([r[name] for r in records if name in r] for records in (one, again))
+            assert mine == pytest.approx(its, rel=2e-4, abs=1e-5)
+        return
+    check(rlhf, "grpo", [*CHECKPOINTED, {"stage": 1}], words=EXPERTS, **more, **two)
+
+
+@pytest.mark.slow
+def test_alone_they_are_learnt_as_in_sft(rlhf: Any, files: dict[str, Path], tmp_path: Path) -> None:
+    """With a weight of 1 and all rows in a step, its loss is their mean over learnt tokens."""
+    (shape,) = [{"stage": 0, "per_device_batch_size": 2, "max_steps": 1, "chord_mu_peak": 1.0}]
+    row = files["chats"].read_text().splitlines(keepends=True)[0]
+    (tmp_path / "one.jsonl").write_text(row)
+    experts = ["--chord-sft-dataset", str(tmp_path / "one.jsonl"), "--chord-mu-peak", "1"]
+    ((one, *_),) = rlhf(1, [shape], *COMMON, *ALGORITHMS["grpo"], *experts)
+    (tmp_path / "many.jsonl").write_text(row * 6)
+    experts[1] = str(tmp_path / "many.jsonl")
+    many = {**shape, "chord_sft_per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    ((six, *_),) = rlhf(1, [many], *COMMON, *ALGORITHMS["grpo"], *experts)
+    assert one["loss"] == pytest.approx(six["loss"], rel=1e-5)
+    assert one["loss"] == pytest.approx(one["chord/sft_loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_model_that_caps_its_logits_learns_them_too(rlhf: Any, models: dict[str, Path], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
+
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    heads = {"num_key_value_heads": 1, "head_dim": 16, "final_logit_softcapping": 5.0}
+    Gemma2ForCausalLM(Gemma2Config(vocab_size=2048, **small, **heads)).save_pretrained(tmp_path / "capped")
+    AutoTokenizer.from_pretrained(models["policy"]).save_pretrained(tmp_path / "capped")
+    options = [str(tmp_path / "capped") if word == "MODELS/policy" else word for word in OPTIONS]
+    shape = {"per_device_batch_size": 2, "max_steps": 2, "beta": 0.0}
+    one, two = (rlhf(n, [{**shape, "stage": 3, "gradient_accumulation_steps": 2 // n}], *options)[0] for n in (1, 2))
+    for name in ("loss", "grad_norm", "chord/sft_loss"):
+        mine, its = ([r[name] for r in records if name in r] for records in (two, one))
+        assert mine == pytest.approx(its, rel=2e-4, abs=1e-5)
+
+
+def test_the_surest_and_the_unlikeliest_tokens_weigh_nothing() -> None:
+    assert unsure(torch.tensor([0.0, math.log(0.5), -40.0])).tolist() == pytest.approx([0, 0.25, 0])
+
+
+def test_bad_rows_of_experts_are_told_as_theirs(tmp_path: Path, models: dict[str, Path]) -> None:
+    from transformers import AutoTokenizer
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "and?"}]}) + "\n")
+    config = RlhfConfig(rlhf_type="grpo", chord_sft_dataset=[str(file)], chord_mu_peak=0.5)
+    with pytest.raises(
+        DataError, match=r"--chord-sft-dataset: 1 of 1 row cannot be used:\n.*rows.jsonl:1: no turn of role"
+    ):
+        encoded_experts(config, AutoTokenizer.from_pretrained(models["policy"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "--chord-sft-dataset needs --chord-mu-peak"),
+        ({"chord_mu_peak": 0.0}, "--chord-mu-peak 0: nothing would be learnt"),
+        ({"chord_mu_peak": 0.5, "sequence_parallel": 2}, "--chord-sft-dataset and --sequence-parallel"),
+    ],
+)
+def test_what_they_lack_is_told(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        check_chord(RlhfConfig(rlhf_type="grpo", chord_sft_dataset=["rows.jsonl"], **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"rlhf_type": "grpo", "chord_mu_peak": 0.5}, "--chord-mu-peak means nothing without --chord-sft-dataset"),
+        ({"rlhf_type": "rloo", "chord_sft_dataset": ["rows"]}, "means nothing to --rlhf-type rloo; it is for grpo"),
+    ],
+)
+def test_where_they_mean_nothing_they_are_refused(options: dict[str, Any], text: str) -> None:
+    config = RlhfConfig(reward_funcs=["length"], **options)
+    with pytest.raises(ConfigError, match=text):
+        check_algorithm(config, config.batch(1))
