@@ -128,6 +128,19 @@ def test_answers_of_the_student_and_of_the_teacher_are_compared_too(rlhf: Any) -
         assert [r.get("loss") for r in every] == pytest.approx([r.get("loss") for r in whole], rel=1e-4)
 
 
+def test_what_is_learnt_of_an_answer_is_what_sft_learns(
+    rlhf: Any, commands: Any, files: dict[str, Path], models: dict[str, Path]
+) -> None:
+    """The line end that a template writes behind an answer is not. A teacher that is the model itself adds nothing."""
+    shape = {"stage": 0, "per_device_batch_size": 12, "max_steps": 1, "sft_alpha": 1.0}
+    options = [*COMMON, *ALGORITHMS["gkd"]]
+    options[options.index("MODELS/other")] = "MODELS/policy"
+    ((taught, *_),) = rlhf(1, [shape], *options)
+    sft = ["sft", "--model", str(models["policy"]), "--dataset", str(files["chats"]), "--per-device-batch-size", "12"]
+    run = commands([("sft", [*sft, "--max-steps", "1", "--precision", "fp32", "--output-dir", "OUT"])])["sft"]
+    assert taught["loss"] == pytest.approx(run.records[0]["loss"], rel=1e-5)
+
+
 @pytest.mark.slow
 def test_a_model_that_caps_its_logits_is_refused(rlhf: Any, models: dict[str, Path], tmp_path: Path) -> None:
     from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM

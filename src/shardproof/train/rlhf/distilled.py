@@ -9,7 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from trl.experimental.utils import DataCollatorForChatML
 
+from shardproof.data.encoding.encode import Encoder
+from shardproof.data.rows import Row
+from shardproof.errors import ConfigError
 from shardproof.train.losses.chunked import chunked_cross_entropy
 from shardproof.train.losses.likeliest import distance, likeliest
 from shardproof.train.losses.shortcuts import check_logits, head_of, hidden_states
@@ -47,6 +51,8 @@ class Distilled(OfTokens):
         self._topk, self._tried, teacher = topk, False, kwargs["teacher_model"]
         if topk is not None:
             kwargs["teacher_model"] = _StandIn(kwargs["model"].config)
+        asked = tokenizer_of(kwargs["processing_class"])
+        kwargs.setdefault("data_collator", AsInSft(asked, kwargs["args"].max_length))
         super().__init__(*args, **kwargs)
         self._server = teacher if isinstance(teacher, TeacherServer) else None
         if topk is not None:
@@ -144,6 +150,31 @@ class Distilled(OfTokens):
         head, known = head_of(self.teacher_model), head_of(self.model).out_features
         hidden = _learnt_from(self.teacher_model, inputs, learnt)
         return likeliest(hidden, head.weight, head.bias, topk, known)
+
+
+class AsInSft:
+    """TRL's collator of conversations. It has everything learnt behind a question; as in sft, what a template writes
+    behind the end of an answer is not."""
+
+    def __init__(self, tokenizer: Any, max_length: int | None) -> None:
+        self._collate = DataCollatorForChatML(tokenizer=tokenizer, max_length=max_length)
+        self._encoder = Encoder(tokenizer, "last_round", None)
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = self._collate(examples)
+        for row, example in enumerate(examples):
+            places = batch["attention_mask"][row].nonzero()[:, 0]
+            batch["labels"][row, places[len(places) - self._behind(example["messages"]) :]] = -100
+        return batch
+
+    def _behind(self, messages: list[dict[str, Any]]) -> int:
+        """How many tokens of a conversation stand behind its last answer; 0 where its template does not tell."""
+        try:
+            ((_, found),) = self._encoder.encode([Row(messages, "", 0)])
+        except ConfigError:
+            return 0
+        labels = () if isinstance(found, str) else found[1]
+        return next((behind for behind, label in enumerate(reversed(labels)) if label != -100), 0)
 
 
 class _StandIn(torch.nn.Module):
