@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -147,6 +148,27 @@ def test_no_reward_is_told_of_where_only_a_teacher_judges(rlhf: Any) -> None:
     assert answer["rewards"] == {}
     assert answer["advantage"] != 0, "the mean of those of its tokens"
     assert "worth" not in sample(answer)
+
+
+def asked(prepared: list[Any]) -> int:
+    """Train on this rank; how often the model that is trained was asked without gradients about answers."""
+    from shardproof.train.rlhf.advantages import ByDistance
+
+    seen, logps = [], ByDistance._logps
+
+    def note(self: Any, model: Any, batch: Any) -> Any:
+        seen.append(model is self.model)
+        return logps(self, model, batch)
+
+    with mock.patch.object(ByDistance, "_logps", note):
+        series_of(prepared)
+    return sum(seen)
+
+
+@pytest.mark.slow
+def test_the_model_is_asked_once_for_a_distance_and_a_teacher(rlhf: Any) -> None:
+    shape = {"stage": 0, "per_device_batch_size": 4, "max_steps": 2, "kl_in_reward": True, "beta": 0.1}
+    assert rlhf(1, [shape], *BY_OTHER, find=asked) == 2, "once in each step"
 
 
 @pytest.mark.slow

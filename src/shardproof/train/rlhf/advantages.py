@@ -46,6 +46,7 @@ class ByDistance(GRPOTrainer):
 
     kl_in_reward: bool
     beta: float
+    _asked_logps: tuple[torch.Tensor, torch.Tensor] | None = None  # tokens of answers, and their log-probabilities
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._rewards: torch.Tensor = super()._calculate_rewards(*args, **kwargs)
@@ -69,7 +70,11 @@ class ByDistance(GRPOTrainer):
     def _old_logps(self, batch: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities of the tokens of answers when they were written (B, T)."""
         known: torch.Tensor | None = batch.get("old_per_token_logps")
-        return self._logps(self.model, batch) if known is None else known
+        if known is None:  # asked once, though a distance and a teacher may both want them
+            if self._asked_logps is None or self._asked_logps[0] is not batch["completion_ids"]:
+                self._asked_logps = batch["completion_ids"], self._logps(self.model, batch)
+            known = self._asked_logps[1]
+        return known
 
     def _logps(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
         """What a model says of the tokens of answers (B, T)."""
@@ -124,6 +129,7 @@ class GrpoTrainer(ByDistance):
             output["advantages"] = (output["advantages"][:, None] + of_tokens) * mask
             mean = output["advantages"].sum(dim=1) / mask.sum(dim=1).clamp(min=1)
             self._tell(self.accelerator.gather(mean))
+        self._asked_logps = None
         return output
 
     def _forget_rewards(self) -> None:
