@@ -395,7 +395,6 @@ def test_advantages_have_the_names_that_they_have_there():
         ("--reward_model_plugin genrm", "what judges in words is a function of your own, --reward-funcs FILE.py"),
         ("--stop_words Observation:", "answers end with the model's own end, and at a call of --tools"),
         ("--teacher_tag_key subject", "there is one teacher: --teacher-model-server takes the address of one"),
-        ("--fipo_decay_rate 32", "--fipo-decay-rate 32: an option of ms-swift without equivalent here"),
     ],
 )
 def test_what_is_done_in_another_way_is_told(said, told):

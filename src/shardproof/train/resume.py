@@ -18,7 +18,7 @@ from shardproof.errors import CheckpointError, ConfigError, exported
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.option import flag
 from shardproof.train.options.places import with_real_places
-from shardproof.train.options.rlhf_config import CHORD
+from shardproof.train.options.rlhf_config import CHORD, FIPO
 
 log = logging.getLogger("shardproof")
 
@@ -67,7 +67,7 @@ TOLD = (
     *("teacher_model_server", "adapters", "ref_adapters"),
     *("sync_ref_steps", "reward_funcs", "reward_weights", "format_pattern", "scale_rewards", "max_completion_length"),
     *("advantage_estimator", "kl_in_reward", "teacher_kl_coef", "sft_alpha", "gkd_logits_topk"),
-    *CHORD,
+    *(*CHORD, *FIPO),
     *("tools", "environments", "max_tool_calling_iterations", "dynamic_sample", "max_resample_times"),
     *("temperature", "top_p", "top_k", "repetition_penalty", "epsilon", "epsilon_high", "delta"),
     *("importance_sampling_level", "mask_truncated_completions", "lmbda", "seq_kd", "gamma", "gae_lambda"),

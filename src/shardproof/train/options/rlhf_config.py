@@ -22,6 +22,7 @@ CHORD = (
     *("chord_sft_dataset", "chord_sft_per_device_train_batch_size", "chord_enable_phi_function"),
     *("chord_mu_peak", "chord_mu_valley", "chord_mu_warmup_steps", "chord_mu_decay_steps"),
 )
+FIPO = ("fipo_decay_rate", "fipo_clip_range", "fipo_clip_high_only", "fipo_safety_threshold")
 
 LEARNING_RATE = {"rm": 1e-4, "gkd": 1e-5}  # TRL's; 1e-6 elsewhere
 LORA_FACTOR = 10  # adapters want more
@@ -173,6 +174,17 @@ class RlhfConfig(RunConfig):
     )
     delta: Finite | None = option(
         "Generation", None, "upper bound of probability ratios in two-sided clipping (grpo)", gt=0
+    )
+    fipo_decay_rate: Finite = option(
+        "Generation",
+        32.0,
+        "with --loss-type fipo: so many tokens further a token counts half for those before it",
+        gt=0,
+    )
+    fipo_clip_range: Finite = option("Generation", 0.2, "its weights are within so much of 1; 0: any", ge=0)
+    fipo_clip_high_only: bool = option("Generation", True, "its weights are never below 1")
+    fipo_safety_threshold: Finite = option(
+        "Generation", 4.0, "tokens of worse answers whose probability has grown by more weigh 1 at most", gt=0
     )
     importance_sampling_level: Literal["token", "sequence"] = option(
         "Generation", "token", "probability ratios of tokens, or of whole answers (grpo; sequence is GSPO)"

@@ -14,6 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head, nanstd
 
 from shardproof.train.rlhf.chord import Experts
+from shardproof.train.rlhf.fipo import Fipo
 from shardproof.train.rlhf.rewards import unrewarded
 from shardproof.train.rlhf.teachers import TeacherServer
 from shardproof.train.rlhf.variants import OF_REWARDS
@@ -99,12 +100,21 @@ class ByDistance(GRPOTrainer):
 class GrpoTrainer(ByDistance):
     """GRPO's trainer with one of these estimators, and with a teacher's judgement of each token, if there is one: how
     much more probable it is to the teacher, by which the reverse KL divergence is learnt from the model's own answers
-    (https://arxiv.org/abs/2306.08543). `experts` are learnt beside answers."""
+    (https://arxiv.org/abs/2306.08543). `experts` are learnt beside answers, whose
+    tokens `fipo` weighs, if it is there."""
 
     teacher_model: Any
 
-    def __init__(self, *args: Any, teacher_model: Any = None, experts: Experts | None = None, **kwargs: Any) -> None:
-        self.experts = experts
+    def __init__(
+        self,
+        *args: Any,
+        teacher_model: Any = None,
+        experts: Experts | None = None,
+        fipo: Fipo | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.experts, self.fipo = experts, fipo
+        self._weighed: dict[str, Any] | None = None  # the inputs of a loss of FIPO
         self.kl_in_reward = kwargs["args"].kl_in_reward
         super().__init__(*args, **kwargs)
         self.teacher_model = teacher_model
@@ -113,9 +123,25 @@ class GrpoTrainer(ByDistance):
             self.teacher_model = self.accelerator.prepare_model(teacher_model, evaluation_mode=True)
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        loss = super()._compute_loss(model, inputs)
+        self._weighed = inputs = {**inputs} if self.fipo is not None else inputs
+        try:
+            loss = super()._compute_loss(model, inputs)
+        finally:
+            self._weighed = None
         learns = self.experts is not None and self.model.training
         return self.experts.joined(self, model, loss) if learns else loss  # type: ignore[union-attr]
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        """In a loss of FIPO, the advantages that TRL is about to read are weighed by what it is told here: its clipped
+        losses are multiplied by whatever their advantages are."""
+        found, batch = super()._get_per_token_logps_and_entropies(*args, **kwargs), self._weighed
+        if batch is not None and self.fipo is not None:
+            logps, mask = found[0].detach(), batch["completion_mask"] * batch.get("tool_mask", 1)
+            old, advantages = batch.get("old_per_token_logps"), batch["advantages"][:, None]
+            weights = self.fipo.weights(logps - (logps if old is None else old), advantages, mask)
+            batch["advantages"] = advantages * weights
+            self._record("fipo/influence_weight", (weights * mask).sum(), mask.sum())
+        return found
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)

@@ -12,7 +12,7 @@ from shardproof.data.forms.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.errors import ConfigError, did_you_mean
 from shardproof.train.options.config import Batch
 from shardproof.train.options.option import flag
-from shardproof.train.options.rlhf_config import CHORD, PAIRED, REFERRED, REWARDED, SAME, RlhfConfig
+from shardproof.train.options.rlhf_config import CHORD, FIPO, PAIRED, REFERRED, REWARDED, SAME, RlhfConfig
 from shardproof.train.rlhf.teachers import check_served
 from shardproof.train.rlhf.variants import check_variant, refers
 from shardproof.train.rlhf.vllm import COLOCATED, SERVED, check_vllm, vllm_arguments
@@ -112,7 +112,7 @@ MEANT_FOR: dict[str, tuple[str, ...]] = {
     "repetition_penalty": REWARDED,
     **dict.fromkeys(("advantage_estimator", "scale_rewards", "kl_in_reward"), ("grpo",)),
     "delta": ("grpo",),
-    **dict.fromkeys(CHORD, ("grpo",)),
+    **dict.fromkeys((*CHORD, *FIPO), ("grpo",)),
     **dict.fromkeys(("dynamic_sample", "max_resample_times"), ("grpo", "rloo")),
     **dict.fromkeys(("tools", "environments", "max_tool_calling_iterations"), ("grpo",)),
     "importance_sampling_level": ("grpo",),
@@ -182,7 +182,7 @@ LOSSES: dict[str, tuple[str, ...]] = {
     ),
     "kto": ("kto", "apo_zero_unpaired"),
     "cpo": ("sigmoid", "hinge", "ipo", "simpo", "alphapo"),
-    "grpo": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
+    "grpo": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "fipo"),
 }
 
 
@@ -392,7 +392,7 @@ def _generating(config: RlhfConfig, batch: Batch) -> dict[str, Any]:
 def _one(config: RlhfConfig) -> str | None:
     if len(config.loss_type) > 1:
         raise ConfigError(f"--loss-type takes one value with --rlhf-type {config.rlhf_type}.")
-    return config.loss_type[0] if config.loss_type else None
+    return {"fipo": "dapo"}.get(config.loss_type[0], config.loss_type[0]) if config.loss_type else None
 
 
 def _found(path: str) -> Any:

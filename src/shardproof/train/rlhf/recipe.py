@@ -36,7 +36,7 @@ from shardproof.train.model.parts import choose_parts, in_bits
 from shardproof.train.model.reward_models import check_reward_model, check_value_model, pads_with
 from shardproof.train.options.config import Batch, SftConfig
 from shardproof.train.options.option import flag
-from shardproof.train.options.rlhf_config import REWARDED, RlhfConfig
+from shardproof.train.options.rlhf_config import FIPO, REWARDED, RlhfConfig
 from shardproof.train.rlhf.algorithms import ALGORITHMS, check_algorithm, own_arguments
 from shardproof.train.rlhf.chord import check_chord, encoded_experts, experts_of
 from shardproof.train.rlhf.environments import check_environments, check_room, factory_of
@@ -323,6 +323,8 @@ def _reads(config: RlhfConfig, rows: Any, judge: str) -> Any:
 
 def _other_models(prepared: RlhfPrepared, model: Any) -> dict[str, Any]:
     """The models and functions that take part besides the one that is trained."""
+    from shardproof.train.rlhf.fipo import Fipo
+
     config: RlhfConfig = prepared.config
     kind = config.rlhf_type
     more: dict[str, Any] = {}
@@ -362,6 +364,10 @@ def _other_models(prepared: RlhfPrepared, model: Any) -> dict[str, Any]:
         more["teacher_model"] = TeacherServer(config.teacher_model_server, config.gkd_logits_topk or 0)
     if kind == "grpo":
         more["experts"] = experts_of(config, prepared.experts, prepared.tokenizer.pad_token_id)
+        if config.loss_type == ["fipo"]:
+            more["fipo"] = Fipo(
+                **{name.removeprefix("fipo_"): getattr(config, name) for name in FIPO}, delta=config.delta
+            )
     if kind == "gkd":
         more |= {"sft_alpha": config.sft_alpha, "topk": config.gkd_logits_topk}
         if config.use_vllm:

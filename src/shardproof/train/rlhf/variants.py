@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from shardproof.errors import ConfigError, did_you_mean
 from shardproof.train.options.option import flag
-from shardproof.train.options.rlhf_config import CHORD, REWARDED, RlhfConfig
+from shardproof.train.options.rlhf_config import CHORD, FIPO, REWARDED, RlhfConfig
 
 log = logging.getLogger("shardproof")
 
@@ -25,9 +25,10 @@ OF_LOSSES: dict[str, dict[str, tuple[str, ...]]] = {
         "cpo_alpha": ("sigmoid", "hinge", "ipo", "simpo"),
     },
     "grpo": {
-        "epsilon": (*_CLIPPED, "cispo"),  # of which --epsilon-high is the default
-        "epsilon_high": (*_CLIPPED, "cispo"),
-        "delta": _CLIPPED,
+        **dict.fromkeys(FIPO, ("fipo",)),
+        "epsilon": (*_CLIPPED, "fipo", "cispo"),  # of which --epsilon-high is the default
+        "epsilon_high": (*_CLIPPED, "fipo", "cispo"),
+        "delta": (*_CLIPPED, "fipo"),
         "importance_sampling_level": (*_CLIPPED, "cispo", "sapo"),
         **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), ("sapo",)),
         **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), ("vespo",)),
@@ -225,9 +226,16 @@ def _check_advantages(config: RlhfConfig) -> None:
             " function by themselves, and compares their sum with that of all. Leave one of them out."
         )
     _check_compared(config, in_reward)
+    steps, every = config.steps_per_generation, config.gradient_accumulation_steps
+    if config.loss_type == ["fipo"] and config.num_iterations == 1 and (steps is None or (every and steps <= every)):
+        raise ConfigError(
+            "--loss-type fipo weighs tokens by how the model has moved since they were written, and each answer is"
+            " learnt from once, before it moves. Add --num-iterations 2, or more --steps-per-generation than"
+            " --gradient-accumulation-steps."
+        )
     if config.taught:
         of_answers = {
-            "--loss-type vespo": config.loss_type == ["vespo"],
+            f"--loss-type {' '.join(config.loss_type)}": config.loss_type in (["vespo"], ["fipo"]),
             "--trl-arguments off_policy_mask_threshold": "off_policy_mask_threshold" in config.trl_arguments,
             "--dynamic-sample": config.dynamic_sample,
         }
