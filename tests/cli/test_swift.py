@@ -437,8 +437,13 @@ def test_rlhf_says_how_a_teacher_is_sharded():
     asked = ["--rlhf_type", "gkd", "--teacher_model", "t", "--teacher_deepspeed"]
     config = training.parse(RlhfConfig, "", [*asked, "zero3"])[0]
     assert config.model_stages == {"teacher_model": 3}
-    with pytest.raises(ConfigError, match="--model-stages teacher_model=3 shards it, and --offload is of all models"):
-        training.parse(RlhfConfig, "", [*asked, "zero3_offload"])
+    assert config.model_offloads == {}
+    config = training.parse(RlhfConfig, "", [*asked, "zero3_offload"])[0]
+    assert (config.model_stages, config.model_offloads) == ({"teacher_model": 3}, {"teacher_model": "all"})
+    config = training.parse(RlhfConfig, "", [*asked, "zero2_offload", "--offload_teacher_model", "true"])[0]
+    assert (config.model_stages, config.model_offloads) == ({"teacher_model": 2}, {"teacher_model": "all"})
+    with pytest.raises(ConfigError, match="--model-offloads teacher_model=all say it"):
+        training.parse(RlhfConfig, "", [*asked, "ds.json"])
 
 
 def test_a_server_has_the_names_that_it_has_there():

@@ -513,7 +513,7 @@ def test_models_beside_the_trained_one_and_answers_are_counted(folder):
     more = while_writing(asked, rows=64, prompt=16) - while_writing(asked, rows=32, prompt=16)
     assert more == pytest.approx(32 * 512 * cache, rel=0.1)
     run = RlhfDoctorConfig(model=str(folder), rlhf_type="ppo", beta=0.1, model_stages={"ref_model": 0}, stage=3)
-    assert asked_only(run, str(folder)) == [(str(folder), "AutoModelForCausalLM", 0, "fp32")]
+    assert asked_only(run, str(folder)) == [(str(folder), "AutoModelForCausalLM", 0, "fp32", None)]
     found = beside(run, asked, str(folder))
     assert found["the value model"] > 4 * found["models that are not trained"] / 3
     assert asked_only(run.model_copy(update={"tuner": "lora"}), str(folder)) == []
@@ -521,6 +521,21 @@ def test_models_beside_the_trained_one_and_answers_are_counted(folder):
     run = RlhfDoctorConfig(model=str(folder), rlhf_type="grpo", **beside_it)
     assert beside(run, asked, str(folder)) == {"vLLM": pytest.approx(0.4 * 80e9)}
     assert beside(run.model_copy(update={"vllm_sleep": True}), asked, str(folder)) == {}
+
+
+def test_one_that_is_kept_elsewhere_takes_nothing_here(folder):
+    from shardproof.doctor.planning.others import beside
+
+    asked = PlanConfig(model=str(folder), gpus=[2], stage="3", per_device_batch_size=[2], max_length=[512])
+    run = {"model": str(folder), "rlhf_type": "gkd", "teacher_model": str(folder), "lmbda": 0.0}
+    ways: list[Any] = [{}, {"model_offloads": {"teacher_model": "all"}}, {"model_offloads": {"teacher_model": "none"}}]
+    (here,), (elsewhere,), (none,) = (
+        beside(RlhfDoctorConfig(**run, **way), asked, str(folder)).values() for way in ways
+    )
+    assert elsewhere < 0.01 * here == 0.01 * none
+    asked = asked.model_copy(update={"offload": ["all"]})
+    (with_all,), _, (but_it,) = (beside(RlhfDoctorConfig(**run, **way), asked, str(folder)).values() for way in ways)
+    assert (with_all, but_it) == (elsewhere, here)
 
 
 @pytest.mark.parametrize("named", [{"frozen_precision": "fp32"}, {"model_precisions": {"ref_model": "fp32"}}])

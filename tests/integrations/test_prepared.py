@@ -144,6 +144,12 @@ def test_what_peft_saves_of_a_base_keeps_its_digits() -> None:
         ({"model_stages": {"ref_model": 0}, "tuner": "lora"}, "the reference is the model without adapters"),
         ({"rlhf_type": "grpo", "model_precisions": {"reward_model": "bf16"}}, "there is no --reward-model"),
         ({"rlhf_type": "ppo", "model_precisions": {"value_model": "fp16"}}, "--precision fp16"),
+        (
+            {"model_offloads": {"teacher_model": "all"}},
+            "teacher_model=all: --rlhf-type dpo has ref_model",
+        ),
+        ({"model_offloads": {"ref_model": "optimizer"}}, "it is not trained, and has none"),
+        ({"model_offloads": {"ref_model": "host"}}, "--model-offloads ref_model=host is none of optimizer, all, nvme"),
     ],
 )
 def test_a_model_that_does_not_take_part_has_none(options: dict[str, Any], text: str) -> None:

@@ -26,21 +26,27 @@ if TYPE_CHECKING:
 _WANTED = "_shardproof_as"
 
 
-def shard_as(model: nn.Module, stage: int | None = None, mixed_precision: MixedPrecision | None = None) -> nn.Module:
-    """Have the trainer that this model is given to shard it at a stage and in a precision of its own.
+def shard_as(
+    model: nn.Module,
+    stage: int | None = None,
+    mixed_precision: MixedPrecision | None = None,
+    offload: str | None = None,
+) -> nn.Module:
+    """Have the trainer that this model is given to shard it at a stage and in a precision of its own, and keep it
+    elsewhere than others (`offload`, as for `shardproof.shard`; "none": on the device).
 
         judge = shard_as(judge, stage=1, mixed_precision=MixedPrecision(compute=torch.bfloat16))
         sharded(GRPOTrainer)(model=model, reward_funcs=[judge], ..., stage=3)
 
     None leaves it to the trainer. Nothing is sharded yet. Returns the model.
     """
-    model.__dict__[_WANTED] = stage, mixed_precision
+    model.__dict__[_WANTED] = stage, mixed_precision, offload
     return model
 
 
 def as_wanted(model: nn.Module, stage: int, precision: MixedPrecision | None) -> tuple[int, MixedPrecision | None]:
     """What `shard_as` said of the model, or else this."""
-    wanted = model.__dict__.get(_WANTED, (None, None))
+    wanted = model.__dict__.get(_WANTED, (None, None, None))
     return stage if wanted[0] is None else wanted[0], wanted[1] or precision
 
 
@@ -123,6 +129,8 @@ def shard_prepared(
     What `shard_as` said of the model comes first. A model that is sharded already stays as it is.
     """
     stage, precision = as_wanted(model, stage, precision)
+    if offload := model.__dict__.get(_WANTED, (None, None, None))[2]:
+        options["offload"] = None if offload == "none" else offload
     model._is_accelerate_prepared = True  # type: ignore[assignment]  # a flag beside modules and parameters
     if has_engine(model):
         return model

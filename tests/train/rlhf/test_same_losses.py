@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -247,6 +248,35 @@ def test_what_trl_does_not_have_is_refused(given: dict[str, Any], text: str) -> 
     config = RlhfConfig(rlhf_type="grpo", reward_funcs=["length"], trl_arguments=given, num_generations=2)
     with pytest.raises(ConfigError, match=text):
         check_algorithm(config, config.batch(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), [("gkd", "teacher_model"), ("grpo", "ref_model")])
+def test_so_they_do_where_one_model_lies_on_a_disk(rlhf: Any, kind: str, name: str, tmp_path: Path) -> None:
+    """And the other does not."""
+    check(rlhf, kind, [{"stage": 3, "model_offloads": {name: f"nvme:{tmp_path}"}}])
+    lies = {"stage": 3, "offload": f"nvme:{tmp_path}", "per_device_batch_size": 2, "model_offloads": {name: "none"}}
+    assert rlhf(2, [lies], *COMMON, *ALGORITHMS[kind], find=homes) == {"trained": True, name: False}
+    lies |= {"offload": None, "model_offloads": {name: f"nvme:{tmp_path}"}}
+    assert rlhf(2, [lies], *COMMON, *ALGORITHMS[kind], find=homes) == {"trained": False, name: True}
+
+
+def homes(prepared: list[Any]) -> dict[str, bool]:
+    """Train on this rank; which of the models have lain elsewhere."""
+    from shardproof.train.trainer import CommandMixin
+
+    found, train = {}, CommandMixin.train
+
+    def note(self: Any, *args: Any, **kwargs: Any) -> Any:
+        done = train(self, *args, **kwargs)
+        for name in ("model", "teacher_model", "ref_model"):
+            if (model := getattr(self, name, None)) is not None:
+                found["trained" if name == "model" else name] = model.__dict__["_shardproof"].home is not None
+        return done
+
+    with mock.patch.object(CommandMixin, "train", note):
+        series_of(prepared)
+    return found
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ MISSING = {
             *("packing", "streaming", "galore_quantization", "galore_with_embedding"),
             *("predict_with_generate", "push_to_hub", "use_ray", "use_vllm", "use_flash_ckpt"),
             *("enable_dft_loss", "enable_channel_loss", "eval_use_evalscope", "resume_only_model"),
-            *("offload_teacher_model", "sync_ref_model"),
+            "sync_ref_model",
             *("async_generate", "use_gym_env"),
             *("load_args", "load_data_args", "ignore_data_skip", "merge_lora", "use_cpu"),
             *("auto_find_batch_size", "whiten_rewards", "stream"),

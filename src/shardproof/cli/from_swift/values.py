@@ -327,13 +327,20 @@ def _tuner(values: list[str]) -> Ours:
 
 
 def _of_teacher(values: list[str]) -> Ours:
-    """How the teacher alone is sharded. What is offloaded here is of all models."""
+    """How the teacher alone is sharded, and kept: what stage 2 offloads there is an optimizer, of which it has none."""
     text = " ".join(values)
-    if text not in ("zero0", "zero1", "zero2", "zero3"):
+    if text not in ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"):
         raise missing(
-            f"--teacher-deepspeed {text}", "--model-stages teacher_model=3 shards it, and --offload is of all models"
+            f"--teacher-deepspeed {text}",
+            "--model-stages teacher_model=3 and --model-offloads teacher_model=all say it",
         )
-    return [("model_stages", [f"teacher_model={text[4]}"])]
+    kept = [("model_offloads", ["teacher_model=all"])] if text == "zero3_offload" else []
+    return [("model_stages", [f"teacher_model={text[4]}"]), *kept]
+
+
+def _kept_teacher(values: list[str]) -> Ours:
+    asked = " ".join(values).lower() in ("", "true", "1", "yes")
+    return [("model_offloads", ["teacher_model=all"])] if asked else []
 
 
 # Options that several of Swift's add to.
@@ -381,6 +388,7 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "use_ray": ray.launcher,
     "device_groups": ray.processes,
     "teacher_deepspeed": _of_teacher,
+    "offload_teacher_model": _kept_teacher,
     **{theirs: partial(_of_trl, trl) for theirs, trl in OF_TRL.items()},
     **{theirs: partial(_of_tuner, name) for theirs, name in OF_TUNERS.items()},
     "use_galore": _use_galore,

@@ -27,14 +27,18 @@ def beside(config: RlhfDoctorConfig, asked: PlanConfig, source: str) -> dict[str
     fields = PlanConfig.model_fields
     alone = {name: fields[name].get_default(call_default_factory=True) for name in (*OF_MODEL, "sequence_parallel")}
     whole = asked.model_copy(update=alone)
-    for model, kind, stage, precision in asked_only(config, source):
-        other = whole.model_copy(update={"model": model, "precision": precision})
+    for model, kind, stage, precision, offload in asked_only(config, source):
+        place = (offload or asked.offload[0]).partition(":")[0]
+        place = "none" if asked.device == "cpu" and place != "nvme" else place  # as of the trained model
+        other = whole.model_copy(update={"model": model, "precision": precision, "offload": [place]})
         found[FROZEN] = found.get(FROZEN, 0.0) + kept_by(other, kind, stage)
     if config.rlhf_type == "ppo":
-        how = {
+        how: dict[str, Any] = {
             "stage": str(config.model_stages.get("value_model", config.stage)),
             "precision": config.model_precisions.get("value_model", config.precision),
         }
+        if place := config.model_offloads.get("value_model", "").partition(":")[0]:
+            how["offload"] = ["none" if asked.device == "cpu" and place != "nvme" else place]
         value = whole.model_copy(update={"model": config.value_model or source, **how})
         found["the value model"] = make_plan(value, VALUER, "scores").candidates[0].peak
     if config.use_vllm and config.vllm_mode == "colocate" and not config.vllm_sleep:
@@ -77,13 +81,15 @@ def _at_full_depth(model: Any, config: PlanConfig, stage: int, measure: Callable
     return sum(share * found[few.index(groups)] for groups, share in line(few, blocks.groups))
 
 
-def asked_only(config: RlhfDoctorConfig, source: str) -> list[tuple[str, str, int, str]]:
-    """The models that are never trained, the class that loads each, its stage and its precision."""
+def asked_only(config: RlhfDoctorConfig, source: str) -> list[tuple[str, str, int, str, str | None]]:
+    """The models that are never trained, the class that loads each, its stage and its precision, and where it is kept,
+    if there is a place of its own."""
 
-    def of(source: str, auto: str, name: str) -> tuple[str, str, int, str]:
+    def of(source: str, auto: str, name: str) -> tuple[str, str, int, str, str | None]:
         stage = config.stage if config.frozen_stage is None else config.frozen_stage
         precision = config.frozen_precision or config.precision
-        return (source, auto, config.model_stages.get(name, stage), config.model_precisions.get(name, precision))
+        stage, precision = config.model_stages.get(name, stage), config.model_precisions.get(name, precision)
+        return (source, auto, stage, precision, config.model_offloads.get(name))
 
     kind, found = config.rlhf_type, []
     compares = kind in REFERRED and config.beta != 0 and not (kind == "grpo" and config.beta is None)

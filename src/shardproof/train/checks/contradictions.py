@@ -122,7 +122,7 @@ def check_together(config: RunConfig) -> None:
     _check_scheduler(config)
     if config.keep_gathered and 3 not in (config.stage, getattr(config, "frozen_stage", None)):
         raise ConfigError(f"--keep-gathered is of --stage 3: at stage {config.stage} weights are whole until the step.")
-    _check_offload(config.offload)
+    check_offload(config.offload)
     _check_sequence(config)
     _check_deterministic(config)
 
@@ -340,14 +340,15 @@ def check_bits(config: RunConfig) -> None:
         raise ConfigError(f"{asked} needs bitsandbytes: pip install 'shardproof[eightbit]'")
 
 
-def _check_offload(offload: str | None) -> None:
+def check_offload(offload: str | None, option: str = "--offload ") -> None:
+    """Raise ConfigError for a place that is none. `option`: what is written before it."""
     if offload in (None, "optimizer", "all"):
         return
     kind, _, folder = offload.partition(":")
     if kind != "nvme" or not folder:
-        raise ConfigError(f"--offload {offload} is none of optimizer, all, nvme:FOLDER.")
+        raise ConfigError(f"{option}{offload} is none of optimizer, all, nvme:FOLDER.")
     if not Path(folder).is_dir():
-        raise ConfigError(f"--offload nvme:{folder}: there is no such folder. Make it on a fast local disk.")
+        raise ConfigError(f"{option}nvme:{folder}: there is no such folder. Make it on a fast local disk.")
 
 
 def _check_scheduler(config: RunConfig) -> None:

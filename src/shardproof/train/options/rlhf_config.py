@@ -101,6 +101,11 @@ class RlhfConfig(RunConfig):
         {},
         "dtypes of single models: reward_model=bf16 (default: --frozen-precision; of value_model --precision)",
     )
+    model_offloads: dict[str, str] = option(
+        "Other models",
+        {},
+        "where single models are kept, by the words of --offload or none: teacher_model=all (default: --offload)",
+    )
     precompute_ref: bool = option(
         "Other models", False, "run the reference over all rows before training, then free its memory (dpo, kto)"
     )

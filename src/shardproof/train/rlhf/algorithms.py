@@ -13,6 +13,7 @@ from shardproof.errors import ConfigError, did_you_mean
 from shardproof.train.options.config import Batch
 from shardproof.train.options.option import flag
 from shardproof.train.options.rlhf_config import CHORD, FIPO, PAIRED, REFERRED, REWARDED, SAME, RlhfConfig
+from shardproof.train.rlhf.others import check_others
 from shardproof.train.rlhf.teachers import check_served
 from shardproof.train.rlhf.variants import check_variant, refers
 from shardproof.train.rlhf.vllm import COLOCATED, SERVED, check_vllm, vllm_arguments
@@ -203,7 +204,7 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
             raise ConfigError(f"--loss-type {loss}: {kind} has no such loss.{hint} It has {', '.join(LOSSES[kind])}.")
     _check_cut(config)
     _check_extras(config)
-    _check_others(config)
+    check_others(config, OTHERS)
     check_variant(config)
     check_served(config)
     judges = len(config.reward_funcs) + len(config.reward_model)
@@ -267,25 +268,6 @@ def _check_extras(config: RlhfConfig) -> None:
                 fits, wanted = fits and 0 <= value <= 1, "from 0 to 1"
         if not fits:
             raise ConfigError(f"{said}: should be {wanted}.")
-
-
-def _check_others(config: RlhfConfig) -> None:
-    """Raise ConfigError for a stage or precision of a model that does not take part."""
-    kind = config.rlhf_type
-    for option in ("model_stages", "model_precisions"):
-        for name, value in getattr(config, option).items():
-            if name not in OTHERS.get(kind, ()):
-                there = f"has {', '.join(OTHERS[kind])}" if kind in OTHERS else "has no other model"
-                raise ConfigError(f"{flag(option)} {name}={value}: --rlhf-type {kind} {there}.")
-            if name == "ref_model" and config.tuner != "full":
-                raise ConfigError(
-                    f"{flag(option)} ref_model={value}: with --tuner {config.tuner} the reference is the model without"
-                    " adapters."
-                )
-            if name in ("reward_model", "teacher_model") and not getattr(config, name):
-                raise ConfigError(f"{flag(option)} {name}={value}: there is no {flag(name)}.")
-    if config.model_precisions.get("value_model") == "fp16" and config.precision != "fp16":
-        raise ConfigError("--model-precisions value_model=fp16 needs a scaled loss, which --precision fp16 has.")
 
 
 def _check_generations(config: RlhfConfig, batch: Batch) -> None:

@@ -307,7 +307,8 @@ def _load_other(
         config = config.model_copy(update={"padding_free": False, "sequence_parallel": 1})
     model = load_model(source, config, kind, to_shard=to_shard, **more)
     tell_made_anew(model, source, trained=name == "value_model")
-    return shard_as(model, config.model_stages.get(name), _precision(config.model_precisions.get(name)))
+    precision = _precision(config.model_precisions.get(name))
+    return shard_as(model, config.model_stages.get(name), precision, config.model_offloads.get(name))
 
 
 def _reads(config: RlhfConfig, rows: Any, judge: str) -> Any:

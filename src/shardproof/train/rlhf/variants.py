@@ -123,10 +123,11 @@ def check_variant(config: RlhfConfig) -> None:
     for name, (there, option) in (BESIDE | OPTIONS_BESIDE).items():
         if (said := _said(config, name)) and not there(config):
             raise ConfigError(f"{said} means nothing without {option}: add that, or leave it out.")
-    if "ref_model" in {*config.model_stages, *config.model_precisions} and kind in REWARDED and not refers(config):
+    named = {*config.model_stages, *config.model_precisions, *config.model_offloads}
+    if "ref_model" in named and kind in REWARDED and not refers(config):
         raise ConfigError(
-            f"--model-stages or --model-precisions ref_model: --rlhf-type {kind} has a reference with a --beta above 0"
-            " only."
+            f"--model-stages, --model-precisions or --model-offloads ref_model: --rlhf-type {kind} has a reference with"
+            " a --beta above 0 only."
         )
     _check_best(config)
     if config.beta == 0 and _all_by_beta(config, losses):
