@@ -303,6 +303,8 @@ def _say_prepared(prepared: Prepared) -> None:
     from shardproof.train.settings import learns_nothing
 
     lines = [("encoded", str(prepared.rows.report))]
+    if (experts := getattr(prepared, "experts", None)) is not None:
+        lines.append(("experts", str(experts.report)))
     if packed := unpacked_from(prepared.model):
         lines.append(("unpacked", f"weights that the model's files have packed ({packed})"))
     if prepared.val_rows is not None and getattr(prepared.val_rows.report, "dropped", None):

@@ -14,6 +14,7 @@ from shardproof.errors import ConfigError, DataError
 from shardproof.train.options.rlhf_config import RlhfConfig
 from shardproof.train.rlhf.algorithms import check_algorithm
 from shardproof.train.rlhf.chord import Schedule, check_chord, encoded_experts, unsure
+from train.rlhf.algorithms import prepared_for
 from train.rlhf.test_same_losses import ALGORITHMS, CHECKPOINTED, COMMON, LORA, check
 
 EXPERTS = ["--chord-sft-dataset", "FILES/chats.jsonl", "--chord-mu-peak", "0.6"]
@@ -102,11 +103,54 @@ def test_bad_rows_of_experts_are_told_as_theirs(tmp_path: Path, models: dict[str
         encoded_experts(config, AutoTokenizer.from_pretrained(models["policy"]))
 
 
+def test_those_that_are_too_long_are_counted(files: dict[str, Path], models: dict[str, Path]) -> None:
+    """They have the room of a prompt and its answer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(models["policy"])
+    given: dict[str, Any] = {"chord_sft_dataset": [str(files["chats"])], "chord_mu_peak": 0.5, "max_length": 12}
+    config = RlhfConfig(rlhf_type="grpo", model=str(models["policy"]), **given)
+    assert len(encoded_experts(config, tokenizer)) == 12
+    few = encoded_experts(config.model_copy(update={"max_completion_length": 8}), tokenizer)
+    assert max(map(len, few["input_ids"])) <= 20
+    assert few.report.dropped == 12 - len(few) > 0
+
+
+def test_those_that_a_model_has_no_positions_for_are_refused(
+    files: dict[str, Path], models: dict[str, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer, GPT2Config
+
+    GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=16, vocab_size=2048).save_pretrained(tmp_path)
+    config = RlhfConfig(rlhf_type="grpo", model=str(tmp_path), chord_sft_dataset=[str(files["chats"])])
+    with pytest.raises(ConfigError, match=r"--chord-sft-dataset: a row has \d+ tokens, and .* has learnt 16 positions"):
+        encoded_experts(config, AutoTokenizer.from_pretrained(models["policy"]))
+
+
+def test_an_earlier_run_is_not_lost_to_rows_that_are_missing(
+    files: dict[str, Path], models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of --overwrite: what cannot start deletes nothing."""
+    (tmp_path / "0").mkdir()
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / "0" / name).touch()
+    experts = ["--chord-sft-dataset", "away.jsonl", "--chord-mu-peak", "0.5", "--overwrite"]
+    words = " ".join([*COMMON, *ALGORITHMS["grpo"], *experts])
+    words = words.replace("MODELS", str(models["policy"].parent)).replace("FILES", str(files["chats"].parent))
+    with pytest.raises(DataError, match=r"--chord-sft-dataset: There is no file away.jsonl"):
+        prepared_for(words.split(), 1, [{"per_device_batch_size": 2}], tmp_path)
+    assert (tmp_path / "0" / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({}, "--chord-sft-dataset needs --chord-mu-peak"),
         ({"chord_mu_peak": 0.0}, "--chord-mu-peak 0: nothing would be learnt"),
+        ({"chord_mu_peak": 0.0, "chord_mu_valley": 0.0}, "--chord-mu-peak 0: nothing would be learnt"),
+        ({"chord_mu_peak": 0.1, "chord_mu_valley": 0.9}, "--chord-mu-valley 0.9 is above --chord-mu-peak 0.1"),
+        ({"chord_mu_peak": 0.9, "chord_mu_decay_steps": 5}, "falls to --chord-mu-valley. Give one below 0.9"),
+        ({"chord_mu_peak": 0.9, "chord_mu_valley": 0.1}, "falls to it in --chord-mu-decay-steps, which are 0"),
         ({"chord_mu_peak": 0.5, "sequence_parallel": 2}, "--chord-sft-dataset and --sequence-parallel"),
     ],
 )

@@ -47,8 +47,23 @@ def check_chord(config: RlhfConfig) -> None:
         return
     if config.chord_mu_peak is None:
         raise ConfigError(f"{OPTION} needs --chord-mu-peak, the largest weight of its rows in the loss, such as 0.9.")
-    if not (config.chord_mu_peak or config.chord_mu_valley):
+    if not config.chord_mu_peak:
         raise ConfigError(f"--chord-mu-peak 0: nothing would be learnt of {OPTION}. Leave both out.")
+    peak, valley = config.chord_mu_peak, config.chord_mu_valley
+    if valley is not None and valley > peak:
+        raise ConfigError(
+            f"--chord-mu-valley {valley:g} is above --chord-mu-peak {peak:g}, and the weight falls from the peak to it."
+        )
+    if config.chord_mu_decay_steps and valley in (None, peak):
+        raise ConfigError(
+            f"--chord-mu-decay-steps {config.chord_mu_decay_steps}: the weight falls to --chord-mu-valley. Give one"
+            f" below {peak:g}, or leave both out."
+        )
+    if valley not in (None, peak) and not config.chord_mu_decay_steps:
+        raise ConfigError(
+            f"--chord-mu-valley {valley:g}: the weight falls to it in --chord-mu-decay-steps, which are 0. Give their"
+            " number, or leave it out."
+        )
     if config.sequence_parallel > 1:
         raise ConfigError(f"{OPTION} and --sequence-parallel: rows of experts are not shared. Leave one of them out.")
 
@@ -57,9 +72,11 @@ def encoded_experts(config: RlhfConfig, tokenizer: Any) -> Any:
     """The rows of experts as sft learns them, or None.
 
     Raises:
-        DataError: a file is missing, or a row is bad, has files, or is too long.
+        DataError: a file is missing, or a row is bad or has files, or all are too long.
+        ConfigError: a row has more tokens than the model has positions.
     """
     from shardproof.data.encoding.encode import encode_rows
+    from shardproof.train.model.positions import positions_for
 
     if not config.chord_sft_dataset:
         return None
@@ -68,12 +85,19 @@ def encoded_experts(config: RlhfConfig, tokenizer: Any) -> Any:
     def reader(*args: Any, **how: Any) -> Any:
         return read_rows(*args, **{**how, "others": True})  # --columns may be about --dataset
 
-    how: Any = {"max_length": config.max_length, "truncation": config.truncation, "system": config.system}
+    room = config.max_length + config.max_completion_length  # what a prompt and its answer have
+    how: Any = {"max_length": room, "truncation": config.truncation, "system": config.system}
     try:
         rows, _ = run.read(config.model_copy(update=only), reader, SUPERVISED)
-        return encode_rows(rows, tokenizer, bad_rows=config.bad_rows, **how)
+        encoded = encode_rows(rows, tokenizer, bad_rows=config.bad_rows, **how)
     except DataError as error:
         raise DataError(f"{OPTION}: {error}") from None
+    longest = max(map(len, encoded["input_ids"]))
+    if limit := positions_for(config.model, longest, config.trust_remote_code):
+        raise ConfigError(
+            f"{OPTION}: a row has {longest} tokens, and {config.model} has learnt {limit} positions, and none beyond."
+        )
+    return encoded
 
 
 class Experts:
@@ -91,8 +115,9 @@ class Experts:
     def __init__(self, rows: Any, batch: int, schedule: Schedule, phi: bool, pad: int, seed: int) -> None:
         self._rows, self._batch, self._schedule, self._phi, self._pad = rows, batch, schedule, phi, pad
         self._seed, self._at = seed, (-1, 0)
+        self._step: tuple[list[dict[str, Any]], int] = [], 0
         self._plain: bool | None = None
-        self._order = cache(self._drawn)
+        self._order, self._learnt = cache(self._drawn), cache(self._counted)
 
     def joined(self, trainer: Any, model: Any, loss: Any) -> Any:
         """The loss of a micro-batch of grpo with that of its experts."""
@@ -103,20 +128,28 @@ class Experts:
         if not mu:
             return loss
         ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
-        of_step = self._of_step(step, trainer, ranks)
-        mine = of_step[(micro * ranks + rank) * self._batch :][: self._batch]
-        learnt = sum(_learnt(row) for row in of_step)
+        if micro == 0:
+            self._step = self._of_step(step, trainer, ranks, rank)
+        mine, learnt = self._step[0][micro * self._batch :][: self._batch], self._step[1]
         found = self._summed(model, mine, trainer.args.device)
         told = found * trainer.current_gradient_accumulation_steps  # TRL tells the mean over micro-batches
         trainer._record("chord/sft_loss", told, found.new_tensor(learnt / ranks))
         return (1 - mu) * loss + mu * found * ranks / max(learnt, 1)  # gradients are the mean over ranks
 
-    def _of_step(self, step: int, trainer: Any, ranks: int) -> list[dict[str, Any]]:
-        """The rows of a step, micro-batch by micro-batch. The last one of an epoch of prompts may have fewer."""
+    def _of_step(self, step: int, trainer: Any, ranks: int, rank: int) -> tuple[list[dict[str, Any]], int]:
+        """The rows of a rank in a step, micro-batch by micro-batch, and how many tokens are learnt of those of all
+        ranks. The last step of an epoch of prompts may have fewer."""
         begin = step * trainer.args.gradient_accumulation_steps * ranks * self._batch
         many = trainer.current_gradient_accumulation_steps * ranks * self._batch
         rounds = (divmod(place, len(self._rows)) for place in range(begin, begin + many))
-        return [self._rows[self._order(number)[place]] for number, place in rounds]
+        places = [self._order(number)[place] for number, place in rounds]
+        mine = [place for n, place in enumerate(places) if n // self._batch % ranks == rank]
+        return [self._rows[place] for place in mine], sum(map(self._learnt, places))
+
+    def _counted(self, place: int) -> int:
+        """How many tokens are learnt of a row."""
+        labels = self._rows[place]["labels"][1:]
+        return len(labels) - labels.count(-100)
 
     def _drawn(self, number: int) -> list[int]:
         """The order of the rows in a round of all of them."""
@@ -156,11 +189,6 @@ def unsure(odds: Any) -> Any:
     """How unsure a model is of tokens, of their log-probabilities: `p (1 - p)`."""
     chances = odds.exp()
     return chances * (1 - chances)
-
-
-def _learnt(row: dict[str, Any]) -> int:
-    labels = row["labels"][1:]
-    return len(labels) - labels.count(-100)
 
 
 def experts_of(config: RlhfConfig, rows: Any, pad: int) -> Experts | None:

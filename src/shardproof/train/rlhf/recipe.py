@@ -30,7 +30,14 @@ from shardproof.train.checks.named import check_named
 from shardproof.train.folder import RunFolder
 from shardproof.train.model.declared import check_shares_rows, declared
 from shardproof.train.model.lacking import without_lacking
-from shardproof.train.model.loading import check_model_source, first_line, is_local, load_model, load_tokenizer
+from shardproof.train.model.loading import (
+    check_model_source,
+    first_line,
+    is_local,
+    load_model,
+    load_tokenizer,
+    tokenizer_of,
+)
 from shardproof.train.model.made_anew import tell_made_anew
 from shardproof.train.model.parts import choose_parts, in_bits
 from shardproof.train.model.reward_models import check_reward_model, check_value_model, pads_with
@@ -161,9 +168,17 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
     _check_balance(config)
     warn_of_dropout(config)
     auto = SCORER if config.rlhf_type == "rm" else CAUSAL
-    to_learn = partial(_encoded, config, files_at=first_with_files(rows, val_rows))
+    files_at = first_with_files(rows, val_rows)
+    experts: list[Any] = []
+
+    def to_learn(given: Any, processing: Any) -> Any:
+        encoded = _encoded(config, given, processing, files_at)
+        if given is rows:  # before there is a folder for the run
+            experts.append(encoded_experts(config, tokenizer_of(processing)))
+        return encoded
+
     prepared = run.prepare(config, batch, rows, val_rows, to_learn, RlhfPrepared, auto)
-    prepared.experts = encoded_experts(config, prepared.tokenizer)
+    prepared.experts = experts[0]
     answers = {PAIRS: " response=chosen rejected_response=rejected", JUDGED: " response=completion"}
     warn_of_plain(rows, prepared.tokenizer, f"query=prompt{answers.get(form_of(config), '')}")
     return _on_disk(prepared) if config.precompute_ref else prepared
