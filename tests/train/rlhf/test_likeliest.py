@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch.nn import functional as F
 
 from distributed.pool import RemoteError
@@ -160,3 +161,9 @@ def test_more_tokens_than_there_are_are_refused(models: dict[str, Path]) -> None
         check_topk(config)
     with pytest.raises(ConfigError, match="--gkd-logits-topk means nothing to --rlhf-type dpo"):
         check_algorithm(RlhfConfig(rlhf_type="dpo", gkd_logits_topk=4), RlhfConfig().batch(1))
+
+
+def test_in_one_token_there_is_nothing_to_compare() -> None:
+    """Of one token both distributions are the same."""
+    with pytest.raises(ValidationError, match="greater than or equal to 2"):
+        RlhfConfig(rlhf_type="gkd", teacher_model="t", gkd_logits_topk=1)

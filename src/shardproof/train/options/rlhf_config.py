@@ -240,7 +240,7 @@ class RlhfConfig(RunConfig):
         "gkd and ppo",
         None,
         "compare in so many of the teacher's likeliest tokens, without holding logits (gkd; default: in all tokens)",
-        ge=1,
+        ge=2,
     )
     gamma: float = option("gkd and ppo", 1.0, "discount of a reward per token, in ppo", gt=0, le=1)
     gae_lambda: float = option("gkd and ppo", 0.95, "lambda of generalized advantage estimation, in ppo", ge=0, le=1)

@@ -98,6 +98,7 @@ OPTIONS_BESIDE: dict[str, tuple[_NEEDS, str]] = {
     "sft_alpha": (lambda config: config.lmbda < 1, "a --lmbda below 1: all answers are the student's own"),
     "teacher_kl_coef": (lambda config: config.taught, "--teacher-model"),
     **dict.fromkeys(CHORD[1:], (lambda config: config.chord_sft_dataset, "--chord-sft-dataset")),
+    "fipo_clip_high_only": (lambda config: config.fipo_clip_range, "--fipo-clip-range above 0"),
     "max_resample_times": (lambda config: config.dynamic_sample, "--dynamic-sample"),
     "kl_in_reward": (lambda config: not config.kl_in_reward or refers(config), "--beta above 0"),
 }
