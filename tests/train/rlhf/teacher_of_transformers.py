@@ -78,13 +78,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.asked.append(question)
         self._tell(*self.server.judged(question))
 
-    def _tell(self, code: int, content: dict[str, Any]) -> None:
-        body = json.dumps(content).encode()
+    def _tell(self, code: int, content: dict[str, Any] | str) -> None:
+        body = (content if isinstance(content, str) else json.dumps(content)).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+            self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None: ...
 

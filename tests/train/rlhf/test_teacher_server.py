@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,7 +90,7 @@ def test_what_it_says_is_put_where_it_belongs(teacher: Teacher) -> None:
     learnt = mask[:, 1:].bool() & mask[:, :-1].bool()
     learnt[:, :4] = False
     learnt[2] = False  # a row of which nothing is learnt is not asked about
-    values, tokens = TeacherServer(teacher.address, 5).likeliest(ids, mask, learnt)
+    values, tokens = TeacherServer(teacher.address, 5).likeliest(ids, mask, learnt, 2048)
     expected = odds[learnt].topk(5)
     assert torch.equal(tokens, expected.indices)
     assert torch.allclose(values, expected.values, atol=1e-5)
@@ -97,8 +99,11 @@ def test_what_it_says_is_put_where_it_belongs(teacher: Teacher) -> None:
     known = odds.gather(2, ids[:, 1:, None])[..., 0][:, -4:]
     logps = TeacherServer(teacher.address, 0).logps(ids, mask, 4)
     assert torch.allclose(logps[[0, 2]], known[[0, 2]], atol=1e-5)
-    none = TeacherServer(teacher.address, 5).likeliest(ids, mask, torch.zeros_like(learnt))
+    none = TeacherServer(teacher.address, 5).likeliest(ids, mask, torch.zeros_like(learnt), 2048)
     assert [tuple(part.shape) for part in none] == [(0, 5), (0, 5)]
+    most = int(tokens.max())
+    with pytest.raises(ConfigError, match=f"has token {most} among its likeliest ones, and --model has {most} tokens"):
+        TeacherServer(teacher.address, 5).likeliest(ids, mask, learnt, most)
 
 
 def looked_at(teacher: Teacher, models: dict[str, Path], topk: int = 8, longest: int = 100, **more: Any) -> None:
@@ -153,6 +158,34 @@ def test_a_line_that_breaks_is_asked_again(teacher: Teacher, monkeypatch: pytest
     teacher.failing = 3
     with pytest.raises(ConfigError, match="no answer from"):
         TeacherServer(teacher.address, 2).asked([[30, 31, 32]], 20)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ((401, {"error": "Unauthorized"}), r"answers 401: .*Unauthorized.*\nIt is asked without a key"),
+        ((429, {"error": {"message": "wait"}}), r"no answer from .* \(429 Too Many Requests: .*wait"),
+        ((200, "<html>"), r"no answer from .* \(but '<html>'\)"),
+        ((200, {"choices": [{"index": 0, "prompt_logprobs": [None, {"31": {"logprob": math.nan}}]}]}), "but with {"),
+    ],
+    ids=["a key", "too many", "a page", "no number"],
+)
+def test_what_no_teacher_answers_is_told_as_that(
+    teacher: Teacher, monkeypatch: pytest.MonkeyPatch, answer: tuple[int, Any], text: str
+) -> None:
+    monkeypatch.setattr(teachers, "PAUSES", (0.0, 0.0))
+    server = TeacherServer(teacher.address, 0)
+    monkeypatch.setattr(teacher, "judged", lambda question: answer)
+    with pytest.raises(ConfigError, match=text):
+        server.asked([[30, 31]], 20)
+
+
+def test_one_that_is_late_is_not_asked_again(teacher: Teacher, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = TeacherServer(teacher.address, 2)
+    monkeypatch.setattr(teacher, "judged", lambda question: (200, time.sleep(0.5)))
+    with pytest.raises(ConfigError, match=r"no answer from .* \(timed out after 0.1 s\)"):
+        server.asked([[30, 31]], 0.1)
+    assert len(teacher.asked) == 1
 
 
 @pytest.mark.slow

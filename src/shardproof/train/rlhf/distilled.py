@@ -144,10 +144,11 @@ class Distilled(OfTokens):
     @torch.no_grad()
     def _taught(self, inputs: dict[str, Any], learnt: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What the teacher gives its likeliest tokens in the places `learnt` (B, T - 1), and which these are."""
+        known = head_of(self.model).out_features
         if self._server is not None:
-            return self._server.likeliest(inputs["input_ids"], inputs["attention_mask"], learnt)
+            return self._server.likeliest(inputs["input_ids"], inputs["attention_mask"], learnt, known)
         self.teacher_model.eval()
-        head, known = head_of(self.teacher_model), head_of(self.model).out_features
+        head = head_of(self.teacher_model)
         hidden = _learnt_from(self.teacher_model, inputs, learnt)
         return likeliest(hidden, head.weight, head.bias, topk, known)
 

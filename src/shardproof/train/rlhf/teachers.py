@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import time
 import urllib.error
 import urllib.request
@@ -16,8 +17,9 @@ from shardproof.train.options.rlhf_config import RlhfConfig, draws_answers
 
 OPTION = "--teacher-model-server"
 PROBED = 64  # tokens, from all over the vocabulary, whose texts are compared
-ONCE, WORK = 10.0, 1800.0  # seconds a server has to answer: a first question, and rows of a micro-batch
+ONCE, WORK = 30.0, 1800.0  # seconds a server has to answer: a first question, and rows of a micro-batch
 PAUSES = (1.0, 4.0)  # seconds before a question is asked again that was not answered
+LATER = (408, 429)  # and all from 500: a server that may answer yet
 UNKNOWN = "\ufffd"  # in the text of a token that is a part of a letter
 
 Entries = list[dict[int, float]]  # log-probabilities by token, of each token behind the first
@@ -109,12 +111,13 @@ class TeacherServer:
         except (KeyError, IndexError, TypeError, AttributeError):
             raise self._other("/v1/models", told) from None
 
-    def likeliest(self, ids: Any, mask: Any, learnt: Any) -> tuple[Any, Any]:
+    def likeliest(self, ids: Any, mask: Any, learnt: Any, among: int) -> tuple[Any, Any]:
         """What the likeliest tokens have in each place that is learnt.
 
         Args:
             ids, mask: of rows (B, T), padded at either end.
             learnt: whether the token behind a place is learnt (B, T - 1).
+            among: how many tokens the model has that learns; see `losses.likeliest`.
 
         Returns: log-probabilities [places, topk] in float32, and tokens [places, topk], in the order of `learnt`.
         """
@@ -126,6 +129,12 @@ class TeacherServer:
         ]
         values = torch.tensor([[odds for _, odds in entry] for entry in best], dtype=torch.float32)
         tokens = torch.tensor([[token for token, _ in entry] for entry in best], dtype=torch.long)
+        if tokens.numel() and (largest := int(tokens.max())) >= among:
+            raise ConfigError(
+                f"{OPTION} {self.address} has token {largest} among its likeliest ones, and --model has {among} tokens:"
+                " what pads the vocabulary of the teacher is likely to it. Ask for fewer by --gkd-logits-topk, or load"
+                " it by --teacher-model, which looks at none behind those."
+            )
         return (part.view(-1, self.topk).to(ids.device) for part in (values, tokens))  # type: ignore[return-value]
 
     def logps(self, ids: Any, mask: Any, keep: int) -> Any:
@@ -174,6 +183,8 @@ class TeacherServer:
                 if value.get("decoded_token") is not None
             }
             entries = [[{int(t): float(v["logprob"]) for t, v in entry.items()} for entry in of] for of in found]
+            if not all(math.isfinite(odds) for of in entries for entry in of for odds in entry.values()):
+                raise ValueError
         except (KeyError, TypeError, ValueError, AttributeError):
             raise self._other(path, told) from None
         self._check(rows, entries)
@@ -197,11 +208,11 @@ class TeacherServer:
                 if len(entry) < self.topk:
                     raise ConfigError(
                         f"{OPTION} {self.address} gives {len(entry)} log-probabilities of a token, and"
-                        f" --gkd-logits-topk is {self.topk}: {self._more()}"
+                        f" --gkd-logits-topk is {self.topk}.\n{self._more()}"
                     )
 
     def _more(self) -> str:
-        return f"start it with --max-logprobs {self.topk}, or ask for fewer."
+        return f"Start it with --max-logprobs {self.topk}, or ask for fewer."
 
     def _other(self, path: str, told: Any) -> ConfigError:
         return ConfigError(
@@ -217,27 +228,42 @@ class TeacherServer:
         for pause in (*PAUSES, None):
             try:
                 with urllib.request.urlopen(request, timeout=seconds) as answer:
-                    return json.load(answer)
+                    said = answer.read().decode(errors="replace")
+                try:
+                    return json.loads(said)
+                except ValueError:
+                    problem = f"but {said[:200]!r}"
             except urllib.error.HTTPError as error:
                 with error:
                     said = error.read(2000).decode(errors="replace")
-                if error.code < 500:
-                    raise self._refused(path, error.code, said) from None
+                if error.code < 500 and error.code not in LATER:
+                    raise self._refused(path, error, said) from None
                 problem = f"{error.code} {error.reason}: {said}".strip()
-            except (OSError, http.client.HTTPException, ValueError) as error:  # nobody, a broken line, no JSON
-                problem = str(getattr(error, "reason", None) or error) or type(error).__name__
+            except (OSError, http.client.HTTPException) as error:  # nobody, a broken line
+                reason = getattr(error, "reason", None) or error
+                problem = str(reason) or type(error).__name__
+                if isinstance(reason, TimeoutError):  # it would be as long once more
+                    problem = f"{problem} after {seconds:g} s"
+                    break
             if pause is not None and seconds != ONCE:
                 time.sleep(pause)
         raise ConfigError(f"{OPTION}: no answer from {self.address} ({problem}).\nStart one with: {start(self.topk)}")
 
-    def _refused(self, path: str, code: int, said: str) -> ConfigError:
+    def _refused(self, path: str, error: urllib.error.HTTPError, said: str) -> ConfigError:
         try:
             told = json.loads(said)
             said = str((told.get("error") or told)["message"])
         except (ValueError, KeyError, TypeError, AttributeError):
             pass
-        what = self._more() if "logprobs" in said and self.topk else "It was asked about tokens of the model's rows."
-        return ConfigError(f"{OPTION} {self.address}{path} answers {code}: {said}\n{what[0].upper()}{what[1:]}")
+        if error.code in (401, 403):
+            what = "It is asked without a key: start it without --api-key."
+        elif moved := error.headers.get("Location"):
+            what = f"It has moved to {moved}: give that address, without the path."
+        elif "logprobs" in said and self.topk:
+            what = self._more()
+        else:
+            what = "It was asked about tokens of the model's rows."
+        return ConfigError(f"{OPTION} {self.address}{path} answers {error.code}: {said or error.reason}\n{what}")
 
 
 def start(topk: int) -> str:
