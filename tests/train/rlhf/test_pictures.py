@@ -306,6 +306,19 @@ def test_it_gives_the_rewards_that_it_gives_alone(
 
 
 @pytest.mark.slow
+def test_a_teachers_likeliest_tokens_are_learnt_of_pictures(rlhf: Any, pictured: Path, seeing: Path) -> None:
+    argv = options("gkd", pictured, seeing)
+    check(rlhf, argv, [{"stage": 3, "gradient_checkpointing": True}, {"stage": 2}], gkd_logits_topk=8)
+    shape = {"stage": 3, "per_device_batch_size": 2}
+    from transformers import AutoConfig
+
+    tokens = AutoConfig.from_pretrained(seeing).get_text_config().vocab_size
+    whole, every = rlhf(2, [shape, {**shape, "gkd_logits_topk": tokens}], *argv)
+    for key in ("loss", "grad_norm"):
+        assert [r[key] for r in every] == pytest.approx([r[key] for r in whole], rel=1e-4), key
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [pytest.param("pupil", marks=pytest.mark.slow), "teacher"])
 def test_what_is_written_about_pictures_is_learnt_from(rlhf: Any, pictured: Path, seeing: Path, who: str) -> None:
     """Answers of the pupil itself, or of its teacher, by the most probable tokens: the same on any number of ranks."""
