@@ -1410,3 +1410,15 @@ def test_pairs_of_a_reranker_are_drawn_as_there() -> None:
     command, notes, missing = swift.translate(f"MAX_NEGATIVE_SAMPLES=3 {said}")
     assert (missing, "--max-negatives" in command) == ([], False)
     assert "--max-negatives 3 is left out: it would decide nothing" in notes
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ("--loss_type real", "--loss-type real: grpo has no such loss"),
+        ("--chord_sft_dataset a/b --chord_mu_peak 0.1 --chord_mu_valley 0.9", "--chord-mu-valley 0.9 is above"),
+    ],
+)
+def test_a_loss_that_nobody_has_here_is_told(capsys: pytest.CaptureFixture[str], asked: str, text: str) -> None:
+    swift.run(["swift", "rlhf", "--rlhf_type", "grpo", "--model", "Q/q", "--dataset", "a/b", *asked.split()])
+    assert f"the command as it stands is refused: {text}" in "".join(capsys.readouterr())

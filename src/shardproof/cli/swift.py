@@ -36,7 +36,7 @@ from shardproof.plugins import Plugins, check_names
 from shardproof.train.checks.contradictions import OF_ANSWERS, check_together
 from shardproof.train.checks.tuners import OF_ADAPTERS, ONLY_LORA
 from shardproof.train.options.config import RunConfig
-from shardproof.train.options.rlhf_config import REFERRED, REWARDED
+from shardproof.train.options.rlhf_config import REFERRED, REWARDED, RlhfConfig
 
 EVALUATIONS = "eval_steps", "eval_strategy", "eval_on_start"
 _LORA_ONLY = ("lora_rank", "lora_dropout")
@@ -246,10 +246,16 @@ def _refused(config: type[RunConfig], values: dict[str, list[str]]) -> list[str]
     """What the command would be refused for, as far as its options say. What the files of plugins register is not known
     before they are run."""
     built = _built(config, values)
+    from shardproof.train.rlhf.algorithms import check_losses
+    from shardproof.train.rlhf.chord import check_chord
+
     try:
         check_together(built)
         if not built.external_plugins:
             check_names(built, Plugins())
+        if isinstance(built, RlhfConfig):
+            check_losses(built)
+            check_chord(built)
     except ConfigError as error:
         return [f"the command as it stands is refused: {error}"]
     return []
@@ -280,8 +286,6 @@ def _config(command: str) -> type[RunConfig]:
         from shardproof.train.options.config import SftConfig
 
         return SftConfig
-    from shardproof.train.options.rlhf_config import RlhfConfig
-
     return RlhfConfig
 
 

@@ -187,6 +187,15 @@ LOSSES: dict[str, tuple[str, ...]] = {
 }
 
 
+def check_losses(config: RlhfConfig) -> None:
+    """Raise ConfigError for a loss that the algorithm does not have."""
+    kind = config.rlhf_type
+    for loss in config.loss_type:
+        if loss not in LOSSES[kind]:
+            hint = did_you_mean(loss, LOSSES[kind])
+            raise ConfigError(f"--loss-type {loss}: {kind} has no such loss.{hint} It has {', '.join(LOSSES[kind])}.")
+
+
 def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
     """Raise ConfigError for options that contradict the algorithm, or lack what it needs."""
     kind = config.rlhf_type
@@ -198,10 +207,7 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
         default = RlhfConfig.model_fields[name].default
         if kind not in kinds and getattr(config, name) != default:
             raise ConfigError(f"{flag(name)} means nothing to --rlhf-type {kind}; it is for {', '.join(kinds)}.")
-    for loss in config.loss_type:
-        if loss not in LOSSES[kind]:
-            hint = did_you_mean(loss, LOSSES[kind])
-            raise ConfigError(f"--loss-type {loss}: {kind} has no such loss.{hint} It has {', '.join(LOSSES[kind])}.")
+    check_losses(config)
     _check_cut(config)
     _check_extras(config)
     check_others(config, OTHERS)
