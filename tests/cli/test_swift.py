@@ -258,6 +258,12 @@ def test_what_is_printed_is_taken():
         ("--loss_scale ignore_empty_think", "--loss answer+ignore_empty_think"),
         ("--loss_scale default+ignore_empty_think", "--loss answer+ignore_empty_think"),
         ("--loss_scale last_round+ignore_empty_think", "--loss last_round+ignore_empty_think"),
+        ("--loss_scale hermes", "--loss answer --token-weights hermes"),
+        ("--loss_scale default+react --loss_type loss_scale", "--loss answer --token-weights react"),
+        (
+            "--loss_scale last_round+hermes+ignore_empty_think+ignore_think_prefix",
+            "--loss last_round+ignore_empty_think --token-weights hermes ignore_think_prefix",
+        ),
         (
             "--streaming true --max_steps 9 --shuffle_buffer_size 50 --enable_dft_loss true --full_determinism true",
             "--streaming --max-steps 9 --shuffle-buffer-size 50 --loss-type dft --deterministic",
@@ -331,7 +337,10 @@ def test_an_option_means_what_it_means_there(theirs, ours):
             "there is random and group_by_length: rows are shuffled",
         ),
         ("--norm_bbox none", "equivalent here; boxes are written in thousandths or in pixels"),
-        ("--loss_scale hermes", "--loss-scale hermes: an option of ms-swift without equivalent here"),
+        (
+            "--loss_scale mine",
+            "--loss-scale mine: an option of ms-swift without equivalent here; 'shardproof sft' takes",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(theirs, text):

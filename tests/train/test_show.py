@@ -50,12 +50,15 @@ def shown(commands, tiny: Path, tiny_models, file: str, media: str, tmp_path_fac
     omni = ["--model", str(tiny_models("qwen2_5_omni")), "--dataset", media, "--bad-rows", "skip"]
     run_file = tmp_path_factory.mktemp("run") / "run.yaml"
     run_file.write_text(f"model: {tiny}\ndataset: {file}\nmax_length: 100\noutput_dir: {run_file.parent}\nstage: 2\n")
+    weights = run_file.with_name("mine.json")
+    weights.write_text('{"shard": 2}')
     show = ["data", "show", str(run_file)]
     return commands(
         [
             ("text", [*show, "-n", "9"]),
             ("cut", [*show, "--truncation", "right", "--loss", "all", "-n", "2", "--json"]),
             ("json", [*show, "--rows", "3", "--json", "--nproc", "2", "--global-batch-size", "4"]),
+            ("weighed", [*show, "-n", "1", "--token-weights", str(weights)]),
             ("media", ["data", "show", *omni]),
             ("wrong", ["data", "sow"]),
             ("rlhf", [*show, "--rlhf-type", "dpo"]),
@@ -74,6 +77,10 @@ def test_text_shows_the_template_and_brackets_around_what_is_learnt(shown, file:
     assert "the process[[ gathers<|im_end|>]]" in text or "the process [[gathers<|im_end|>]]" in text
     assert "--- of all rows: 2 rows, " in text
     assert "1 rows left out as too long" in text
+
+
+def test_what_weighs_more_is_shown_with_its_weight(shown) -> None:
+    assert "[[the]][[ shard]](x 2)[[<|im_end|>]]" in shown["weighed"].output, shown["weighed"].output
 
 
 def test_json_has_the_ids_and_labels_that_are_trained_on(shown) -> None:

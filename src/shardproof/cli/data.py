@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from shardproof.train.show import Shown
 
 DESCRIPTION = """Print rows as 'shardproof sft' would train on them: in the model's chat template, what is not learnt in
-grey. Takes a command of 'shardproof sft' as it stands, options from a file, too; those about training do nothing."""
+grey, with the weight of what weighs more or less than 1. Takes a command of 'shardproof sft' as it stands, options from
+a file, too; those about training do nothing."""
 GROUPS = ("Model", "Task", "Data", "Media", "Plugins")  # of options, those that --help lists
 ROWS = 3
 LEARNT = "[[", "]]"  # around what is learnt, where there are no colours
@@ -87,5 +88,7 @@ def print_rows(rows: Sequence[Shown], report: Any) -> None:
         text = Text()
         for part in row.parts:
             text.append(f"{begin}{part.text}{end}" if part.learnt else part.text, "" if part.learnt else grey)
+            if part.learnt and part.weight != 1:
+                text.append(f"(x {part.weight:g})", "bold yellow")
         console.print(text)
     console.print(Text(f"--- of all rows: {report}", style="bold"))

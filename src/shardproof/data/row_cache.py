@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardproof.data.encoding.columns import Columns
+from shardproof.data.encoding.columns import NAMES, Columns
 from shardproof.data.encoding.encode import Labelled
 from shardproof.data.forms.parts import Problem, parts_of
 from shardproof.data.media.encode import MediaEncoder
@@ -34,7 +34,7 @@ from shardproof.models.loading.processors import file_parts, write_processing
 log = logging.getLogger("shardproof")
 
 READERS = "shardproof", "transformers", "tokenizers", "pillow", "soundfile", "av"
-NAMES = "names"  # of rows, beside their tokens
+KEYS = "names"  # of rows, beside their tokens
 AT_ONCE = 5000  # rows that are written together
 
 
@@ -66,7 +66,7 @@ class RowCache:
 
         try:
             table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
-            names = table.column(NAMES).to_pylist()
+            names = table.column(KEYS).to_pylist()
         except (OSError, pa.ArrowException, KeyError) as error:
             log.warning("%s is passed over, its rows are encoded again: %s.", file, " ".join(str(error).split()))
             return
@@ -88,15 +88,18 @@ class RowCache:
         return name in self._places
 
     def __getitem__(self, name: int) -> Labelled:
-        """Token ids and labels of the row of this name."""
+        """Token ids and labels of the row of this name, and weights, where it has some."""
         table, i = self._places[name]
-        ids, labels = (self._tables[table].column(column)[i].values for column in ("input_ids", "labels"))
-        return array("i", ids.to_numpy().tobytes()), array("i", labels.to_numpy().tobytes())
+        kept = {name: code for name, code in NAMES.items() if name in self._tables[table].column_names}
+        return tuple(
+            array(code, self._tables[table].column(column)[i].values.to_numpy().tobytes())
+            for column, code in kept.items()
+        )
 
-    def add(self, name: int, ids: Any, labels: Any) -> None:
+    def add(self, name: int, *labelled: Any) -> None:
         """To what `write` writes, now and then: a run that is killed meanwhile has not read all files for nothing."""
         self._names.append(name)
-        self._new.append(ids, labels)
+        self._new.append(*labelled)
         if len(self._names) >= AT_ONCE:
             self.write()
 
@@ -108,7 +111,7 @@ class RowCache:
         if not self._names:
             return
         table = self._new.dataset().data.table
-        table = table.append_column(NAMES, pa.array(np.frombuffer(self._names, dtype=np.uint64)))
+        table = table.append_column(KEYS, pa.array(np.frombuffer(self._names, dtype=np.uint64)))
         file = self.folder / f"{uuid.uuid4().hex}.arrow"
         unfinished = file.with_suffix(".unfinished")
         try:

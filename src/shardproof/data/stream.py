@@ -215,6 +215,7 @@ class EncodedStream:
     packing: bool = False
     shuffled: bool = True
     seed: int = 0
+    weights: Any = ()
     report: str = field(default="while training, a block of rows at a time", init=False)
 
     def __post_init__(self) -> None:
@@ -227,7 +228,7 @@ class EncodedStream:
             DataError: a row is bad and bad rows are not left out, is too long and may not be, or nothing was left of a
                 whole pass.
         """
-        encoder = Encoder(self.tokenizer, self.loss, self.system, self.bad_rows)
+        encoder = Encoder(self.tokenizer, self.loss, self.system, self.bad_rows, self.weights)
         whole, bad = (EncodeReport(), list[BadRow]()) if place == Place(place.passes) else (None, [])
         while True:
             block, after = self._block(encoder, place)

@@ -58,7 +58,7 @@ FIXED = (
 )
 TOLD = (
     *("model", "lora_dropout", "freeze", "train_parts", "precision", "reduce_dtype", "fp8", "quantize", "epochs"),
-    *("freeze_parameters", "trainable_parameters", "neftune_noise_alpha", "label_smoothing_factor"),
+    *("token_weights", "freeze_parameters", "trainable_parameters", "neftune_noise_alpha", "label_smoothing_factor"),
     *("lisa_activated_layers", "lisa_step_interval"),
     *("router_aux_loss_coef", "pooling", "loss_temperature"),
     *("max_steps", "lr_scheduler", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "max_grad_norm"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, repeat
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from shardproof.data.encoding.embed import texts_of
 from shardproof.data.encoding.encode import IGNORE
 from shardproof.data.encoding.template import set_template
 from shardproof.data.encoding.template_syntax import check_template
+from shardproof.data.encoding.weights import WEIGHTS
 from shardproof.errors import DataError
 from shardproof.train import run
 from shardproof.train.folder import BASE
@@ -25,11 +26,12 @@ REPEATED = 4  # a token so often in a row is counted instead: what stands for a 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a row: its text, how many tokens that is, and whether they are learnt."""
+    """A stretch of a row: its text, how many tokens that is, whether they are learnt, and what each weighs."""
 
     text: str
     tokens: int
     learnt: bool
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -90,20 +92,23 @@ def _shown(config: SftConfig, rows: Any, processing: Any) -> Shown:
         labels, label = [IGNORE] * len(ids), encoded[0]["labels"]
     else:
         labels = list(encoded[0]["labels"])
-    parts = list(parts_of(ids, labels, tokenizer_of(processing)))
+    parts = list(parts_of(ids, labels, tokenizer_of(processing), encoded[0].get(WEIGHTS)))
     if config.recipe in ("embedding", "reranker"):
         texts = [_text(text, tokenizer_of(processing)) for text in texts_of(encoded[0])]
         parts = [Part("\n".join(texts), len(ids), False)]
     return Shown(row.where, ids, labels, parts, label, cut=bool(encoded.report.truncated) or len(encoded) > 1)
 
 
-def parts_of(ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> Iterator[Part]:
-    """Stretches of tokens that are all learnt, or all not. Their texts together are that of the row, where no token is
-    repeated."""
-    start = 0
-    for learnt, stretch in groupby(labels, key=lambda label: label != IGNORE):
+def parts_of(
+    ids: Sequence[int], labels: Sequence[int], tokenizer: Any, weights: Sequence[float] | None = None
+) -> Iterator[Part]:
+    """Stretches of tokens that are all learnt, with one weight, or all not. Their texts together are that of the row,
+    where no token is repeated."""
+    start, each = 0, weights or repeat(1.0)
+    kinds = ((label != IGNORE, weight if label != IGNORE else 0.0) for label, weight in zip(labels, each, strict=False))
+    for (learnt, weight), stretch in groupby(kinds):
         end = start + sum(1 for _ in stretch)
-        yield Part(_text(ids[start:end], tokenizer), end - start, learnt)
+        yield Part(_text(ids[start:end], tokenizer), end - start, learnt, weight)
         start = end
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
+from shardproof.data.encoding.weights import WEIGHTS
 from shardproof.integrations.prepared import as_wanted, compile_units, hold_as_computed
 from shardproof.integrations.resume import ResumeMixin
 from shardproof.integrations.saved import adapters_of, saved_names
@@ -25,8 +26,8 @@ from shardproof.models.loading.classes import save_extra_files
 from shardproof.models.loading.processors import write_processing
 from shardproof.train.adapters.adalora import RanksMixin
 from shardproof.train.losses.by_file import by_file, in_chunks, of_each
-from shardproof.train.losses.shortcuts import checks, chunked_loss
-from shardproof.train.losses.tokens import dft_loss, refuse_parts, smoothed_loss, token_mean, weighed
+from shardproof.train.losses.shortcuts import LABELS, checks, chunked_loss
+from shardproof.train.losses.tokens import dft_loss, refuse_parts, smoothed_loss, token_mean, weighed_loss, with_share
 from shardproof.train.model.activations import HeldByHost
 from shardproof.train.model.balance import BalanceMixin
 from shardproof.train.model.parts import with_own_rates
@@ -258,6 +259,7 @@ class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
         dft: whether it is that of dynamic fine-tuning, see `dft_loss`.
         smoothing: the share of the causal loss that is the mean over the vocabulary, see `smoothed_loss`.
         balance: the weight of the term that balances experts, see `BalanceMixin`.
+        weighed: whether tokens have weights, see `weighed_loss`.
         deterministic: whether any number of ranks gives the same bits: gradients are added in one order, and no factor
             of the number of ranks is multiplied in and divided out again.
 
@@ -276,6 +278,7 @@ class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
         dft: bool = False,
         smoothing: float = 0.0,
         balance: float = 0.0,
+        weighed: bool = False,
         deterministic: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -286,7 +289,7 @@ class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
         if deterministic:
             self.shard_options |= {"deterministic": True, "gradient_divide_factor": 1.0}
         sample = None if few is None else lambda: (self._prepare_inputs(self.data_collator(rows)) for rows in few)
-        self._to_try = checks(packed, chunked, sample, self.in_parts)
+        self._to_try = checks(packed, chunked, sample, self.in_parts, weighed)
         self.metrics = dict(metrics or {})
         divided = self.model_accepts_loss_kwargs and not makes_its_mean(self.model)
         own = dft_loss if dft else functools.partial(smoothed_loss, smoothing=smoothing) if smoothing else loss
@@ -307,20 +310,27 @@ class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
         counted = num_items_in_batch is not None
         if counted:  # none at all where every row of a step is lost: nothing, and no 0 / 0
             num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
-        if not self.chunked:
+        if not self.chunked and WEIGHTS not in inputs:
             # Trainer's word for: the loss is divided by what all ranks have, and the gradients will be averaged.
             self.args.average_tokens_across_devices = not self.deterministic
             try:
                 found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             finally:
                 self.args.average_tokens_across_devices = True
-            return weighed(found, self._learnt(inputs) / num_items_in_batch) if self._of_batch and counted else found
+            return with_share(found, self._learnt(inputs) / num_items_in_batch) if self._of_batch and counted else found
         self.count(model, inputs)
-        loss = chunked_loss(model, inputs, num_items_in_batch, self.dft, self.smoothing)
+        loss, outputs = self._own_loss(inputs, num_items_in_batch)
         if num_items_in_batch is not None and not self.deterministic:  # of all ranks; the engine averages over these
             loss = loss * self.accelerator.num_processes
         self._allow_backward(loss)
-        return (loss, None) if return_outputs else loss
+        return (loss, outputs) if return_outputs else loss
+
+    def _own_loss(self, inputs: dict[str, Any], num_items: Any, whole: bool = False) -> tuple[torch.Tensor, Any]:
+        """The causal loss by chunks, or of tokens with weights, and then (`whole`: always) what the model gives."""
+        if self.chunked and not whole:
+            return chunked_loss(self.model, inputs, num_items, self.dft, self.smoothing), None
+        outputs = self.model(**{name: value for name, value in inputs.items() if name not in LABELS})
+        return weighed_loss(outputs, inputs, num_items, self.dft, self.smoothing), outputs
 
     def _is_mean(self, inputs: Any) -> bool:
         """Of a batch; it is weighed by the tokens that are learnt in it."""
@@ -376,8 +386,8 @@ class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
         return inputs.get("shift_labels", inputs["labels"][..., 1:]).ne(-100).sum()
 
     def _summed_loss(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
-        if self.chunked and not self.metrics:  # these look at logits
-            return chunked_loss(self.model, inputs, 1, self.dft, self.smoothing), None
+        if WEIGHTS in inputs or (self.chunked and not self.metrics):
+            return self._own_loss(inputs, 1, bool(self.metrics))  # metrics look at logits
         if self.compute_loss_func is None:
             outputs = self.model(**inputs, num_items_in_batch=1)
             return outputs.loss * (self._learnt(inputs) if self._of_batch else 1), outputs

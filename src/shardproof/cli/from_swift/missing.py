@@ -125,7 +125,7 @@ MISSING = {
             *("torch_empty_cache_steps", "ref_model_revision", "reward_model_revision", "teacher_model_revision"),
             *("teacher_adapters", "missing_eos_penalty", "completion_length_limit_scope"),
             *("rollout_importance_sampling_mode", "rollout_importance_sampling_threshold", "infer_backend"),
-            *("reward_adapters", "reward_model_plugin", "eval_dataset"),
+            *("reward_adapters", "reward_model_plugin", "eval_dataset", "loss_scale"),
         ),
         ("none",),
     ),
@@ -176,7 +176,9 @@ INSTEAD = {
     "enable_channel_loss": "--val-dataset FILE FILE tells the loss of each file, of rows of one kind",
     "response_prefix": "what every answer begins with is written by the template: --chat-template",
     "agent_template": "tools are written by the tokenizer's own template, or by the one of --chat-template",
-    "loss_scale": "--loss takes answer, last_round and all, and answer+ignore_empty_think",
+    "loss_scale": "'shardproof sft' takes last_round, all and default, each with react, hermes, qwen, agentflan,"
+    " alpha_umi, ignore_think_prefix and (but all) ignore_empty_think behind a +; patterns of one's own are"
+    " --token-weights FILE.json",
     "generation_batch_size": "--steps-per-generation says how many micro-batches answers are generated for at once",
     "lora_dtype": "adapters are fp32 and compute in --precision",
     "quant_method": "bitsandbytes packs, by --quantize nf4 or fp4",

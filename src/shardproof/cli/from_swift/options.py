@@ -29,7 +29,6 @@ RENAMED = {
     "attn_impl": "attn",
     "truncation_strategy": "truncation",
     "sequence_parallel_size": "sequence_parallel",
-    "loss_scale": "loss",
     "metric": "metrics",
     "eval_metric": "metrics",
     "torch_dtype": "precision",
@@ -62,18 +61,11 @@ RENAMED = {
 VALUES = {
     "precision": {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "half": "fp16"},
     "truncation": {"delete": "drop"},
-    "loss": {
-        "default": "answer",
-        **dict.fromkeys(("ignore_empty_think", "default+ignore_empty_think"), "answer+ignore_empty_think"),
-    },
     "bad_rows": {"true": "stop", "false": "skip"},
     "attn": {"flash_attn": "flash_attention_2"},
     "top_k": {"-1": "0"},
     "best_metric": {"rouge-l": "rouge_l", "bleu-4": "bleu"},
 }
-
-# Those that weigh every learnt token alike.
-LOSS_SCALES = {"default", "last_round", "all", "last_round+ignore_empty_think", *VALUES["loss"]}
 
 # Variables that have one meaning here.
 ONLY = {
@@ -203,7 +195,7 @@ def ours(
         found = SPECIAL[name](given)
         if all(option in known for option, _ in found):
             return found
-    if target in known and not (name == "loss_scale" and not LOSS_SCALES.issuperset(given)):
+    if target in known:
         meant = VALUES.get(str(target), {})
         words = given or ["true"] * ("true" in meant)  # a switch there, and a word here
         return [(str(target), [meant.get(value.lower(), value) for value in words])]

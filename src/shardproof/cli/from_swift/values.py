@@ -10,6 +10,7 @@ from typing import Any
 
 from shardproof.cli.from_swift import ray
 from shardproof.cli.from_swift.missing import INSTEAD, missing
+from shardproof.data.encoding.weights import BUILT_IN
 from shardproof.data.forms.formats import FIELDS
 from shardproof.errors import ConfigError
 from shardproof.train.options.option import BEGINNINGS, REPORTS
@@ -156,12 +157,26 @@ RANKING = {  # Swift 3 had four
 def _loss_type(values: list[str]) -> Ours:
     """A loss of embeddings, of rerankers or a plugin's, of sft; DFT has a name of its own there."""
     value = " ".join(values)
-    if value.lower() == "none":
+    if value.lower() in ("none", "loss_scale", "cross_entropy"):  # weights of tokens are taken in any case
         return []
     if value == "online_contrastive":
         takes = "--task embedding takes --loss infonce, cosine_similarity and contrastive"
         raise missing(f"--loss-type {value}", takes)
     return [("loss_type", values)] if value in ("nll", "dft") else [("loss", [RANKING.get(value, value)])]
+
+
+def _loss_scale(values: list[str]) -> Ours:
+    """What is learnt, and sets of weights of parts of it, in one word there: `last_round+react+ignore_empty_think`."""
+    learnt, *sets = (parts := " ".join(values).split("+"))
+    if learnt not in ("default", "last_round", "all"):
+        learnt, sets = "default", parts
+    sets = [name for name in sets if name != "base"]
+    ignores = "ignore_empty_think" in sets
+    sets = [name for name in sets if name != "ignore_empty_think"]
+    if not set(sets) <= set(BUILT_IN) or (ignores and learnt == "all"):
+        return [("loss_scale", values)]  # which is nothing here
+    loss = {"default": "answer"}.get(learnt, learnt) + "+ignore_empty_think" * ignores
+    return [("loss", [loss]), *([("token_weights", sets)] if sets else [])]
 
 
 def _dft(values: list[str]) -> Ours:
@@ -375,6 +390,7 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "columns": _columns,
     "rope_scaling": _rope,
     "loss_type": _loss_type,
+    "loss_scale": _loss_scale,
     "enable_dft_loss": _dft,
     "rpo_alpha": _rpo,
     "enable_thinking": _thinking,

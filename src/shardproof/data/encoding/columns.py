@@ -1,4 +1,4 @@
-"""Token ids and labels of rows as they become a dataset."""
+"""Token ids and labels of rows, and weights where they have any, as they become a dataset."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from shardproof.data.encoding.weights import WEIGHTS
+
 if TYPE_CHECKING:
     import datasets
 
 _CHUNK = 1 << 24  # tokens in one Arrow chunk
+NAMES = {"input_ids": "i", "labels": "i", WEIGHTS: "f"}  # of columns, and the types of their arrays
 
 
 class Columns:
-    """Token ids and labels, four bytes each, as the chunks of an Arrow table."""
+    """Token ids and labels, four bytes each, as the chunks of an Arrow table; and weights, if a row has some."""
 
     def __init__(self) -> None:
         self._chunks: list[Any] = []
@@ -21,8 +24,13 @@ class Columns:
 
     def _start(self) -> None:
         self._ids, self._labels, self._offsets = array("i"), array("i"), array("i", [0])
+        self._weights: array[float] | None = None
 
-    def append(self, ids: Sequence[int], labels: Sequence[int]) -> None:
+    def append(self, ids: Sequence[int], labels: Sequence[int], weights: Sequence[float] | None = None) -> None:
+        if weights is not None and self._weights is None:
+            self._weights = array("f", [1.0]) * len(self._ids)
+        if self._weights is not None:
+            self._weights.extend([1.0] * len(ids) if weights is None else weights)
         self._ids.extend(ids)
         self._labels.extend(labels)
         self._offsets.append(len(self._ids))
@@ -33,9 +41,12 @@ class Columns:
         import numpy as np
         import pyarrow as pa
 
-        offsets, *values = (np.frombuffer(a, dtype=np.int32) for a in (self._offsets, self._ids, self._labels))
-        lists = [pa.ListArray.from_arrays(pa.array(offsets), pa.array(column)) for column in values]
-        self._chunks.append(pa.table(lists, names=["input_ids", "labels"]))
+        offsets = pa.array(np.frombuffer(self._offsets, dtype=np.int32))
+        columns = zip(NAMES.items(), (self._ids, self._labels, self._weights), strict=True)
+        values = {name: np.frombuffer(a, dtype=code) for (name, code), a in columns if a is not None}
+        self._chunks.append(
+            pa.table({name: pa.ListArray.from_arrays(offsets, pa.array(column)) for name, column in values.items()})
+        )
         self._start()
 
     def dataset(self) -> datasets.Dataset:
@@ -44,4 +55,18 @@ class Columns:
 
         if len(self._offsets) > 1:
             self._close()
+        if any(WEIGHTS in chunk.column_names for chunk in self._chunks):
+            self._chunks = [_with_ones(chunk) for chunk in self._chunks]
         return datasets.Dataset(pa.concat_tables(self._chunks))
+
+
+def _with_ones(chunk: Any) -> Any:
+    """A chunk with weights of its tokens, all 1 where it has none."""
+    import numpy as np
+    import pyarrow as pa
+
+    if WEIGHTS in chunk.column_names:
+        return chunk
+    ids = chunk.column("input_ids").combine_chunks()
+    ones = pa.array(np.ones(len(ids.values), dtype=np.float32))
+    return chunk.append_column(WEIGHTS, pa.ListArray.from_arrays(ids.offsets, ones))

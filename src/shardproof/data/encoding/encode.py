@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,9 +12,19 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from shardproof.data.encoding.beside import in_order, told_of
 from shardproof.data.encoding.columns import Columns
 from shardproof.data.encoding.dated import day_of
-from shardproof.data.encoding.learnt import all_but_unlearnt, only_last_answer, past_empty_thoughts
+from shardproof.data.encoding.learnt import (
+    IGNORE,
+    Spans,
+    all_but_unlearnt,
+    answers_of,
+    labels_of,
+    only_last_answer,
+    past_empty_thoughts,
+    with_weights,
+)
 from shardproof.data.encoding.seen import Seen, refusals
-from shardproof.data.encoding.template import Span, Template
+from shardproof.data.encoding.template import Template
+from shardproof.data.encoding.weights import Weights, batch_of_weights, laid_over, parts_of_text
 from shardproof.data.forms.parts import Problem, parts_of
 from shardproof.data.rows import BadRow, BadRows, Places, Row, Rows, describe_bad, pass_over
 from shardproof.errors import ConfigError, DataError
@@ -26,12 +35,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-IGNORE = -100  # the label that cross entropy leaves out
 CUT = "let rows be cut with --truncation"
 
 Truncation = Literal["drop", "right", "left", "split", "raise"]
 Learnt = Literal["answer", "last_round", "all", "answer+ignore_empty_think", "last_round+ignore_empty_think"]
-Labelled = tuple[MutableSequence[int], MutableSequence[int]]  # token ids and labels
+Labelled = tuple[MutableSequence[Any], ...]  # token ids, labels and, where some weigh more than others, weights
 
 _BATCH = 512  # rows tokenised in one call
 _PART = 64  # rows that a process hands over at once
@@ -55,51 +63,45 @@ class EncodeReport:
     split: int = 0
     pieces: int = 0
 
-    def take(
-        self,
-        row: Row,
-        ids: MutableSequence[int],
-        labels: MutableSequence[int],
-        max_length: int | None,
-        truncation: Truncation,
-    ) -> list[Labelled]:
+    def take(self, row: Row, labelled: Labelled, max_length: int | None, truncation: Truncation) -> list[Labelled]:
         """Count a row. Returns what is learnt of it: one part as a rule, several where it is split, or none.
 
         Raises:
             DataError: it is too long, and that is an error.
         """
-        length = len(ids)
+        length, labels = len(labelled[0]), labelled[1]
         self.longest = max(self.longest, length)
         self.shortest = min(self.shortest or length, length)
         if max_length is not None and length > max_length:
             if truncation == "raise":
                 raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {max_length}.")
             if truncation == "split" and IGNORE not in labels[1:]:
-                return self._take_pieces(ids, labels, max_length)
+                return self._take_pieces(labelled, max_length)
             if truncation in ("drop", "split"):
                 self.dropped += 1
                 return []
             part = slice(max_length) if truncation == "right" else slice(length - max_length, length)
-            ids, labels = ids[part], labels[part]
+            labelled = tuple(column[part] for column in labelled)
+            labels = labelled[1]
         learnt = len(labels) - labels.count(IGNORE)
         if learnt == 0 or (learnt == 1 and labels[0] != IGNORE):  # the first token is never predicted
             self.unlearnable += 1
             return []
         self.kept += 1
-        self.truncated += len(ids) < length
-        self.tokens += len(ids)
+        self.truncated += len(labels) < length
+        self.tokens += len(labels)
         self.learnt_tokens += learnt
-        return [(ids, labels)]
+        return [labelled]
 
-    def _take_pieces(self, ids: MutableSequence[int], labels: MutableSequence[int], size: int) -> list[Labelled]:
+    def _take_pieces(self, labelled: Labelled, size: int) -> list[Labelled]:
         """A long text, one piece after the other; a last token alone has nothing to be predicted from."""
-        parts = [slice(start, start + size) for start in range(0, len(ids) - 1, size)]
-        pieces: list[Labelled] = [(ids[part], labels[part]) for part in parts]
+        parts = [slice(start, start + size) for start in range(0, len(labelled[0]) - 1, size)]
+        pieces: list[Labelled] = [tuple(column[part] for column in labelled) for part in parts]
         self.kept += 1
         self.split += 1
         self.pieces += len(pieces)
-        self.tokens += sum(len(piece) for piece, _ in pieces)
-        self.learnt_tokens += sum(len(piece) - piece.count(IGNORE) for _, piece in pieces)
+        self.tokens += sum(len(ids) for ids, *_ in pieces)
+        self.learnt_tokens += sum(len(labels) - labels.count(IGNORE) for _, labels, *_ in pieces)
         return pieces
 
     def plus(self, other: Self) -> Self:
@@ -132,6 +134,7 @@ def encode_rows(
     system: str | None = None,
     bad_rows: BadRows = "stop",
     workers: int = 0,
+    weights: Sequence[Weights] = (),
 ) -> datasets.Dataset:
     """Tokenise rows and say which tokens are learnt.
 
@@ -151,9 +154,11 @@ def encode_rows(
         system: the system message of chat rows that have none.
         bad_rows: as for `read_rows`, of rows that have files, or of which the template refuses or loses something.
         workers: processes that encode `Rows`, where there are many; 0 does it in this one.
+        weights: of parts of answers.
 
     Returns:
-        A dataset with the columns `input_ids` and `labels` (-100 where nothing is learnt), in the order of the rows.
+        A dataset with the columns `input_ids` and `labels` (-100 where nothing is learnt), in the order of the rows,
+        and `token_weights` (float32), if there are `weights`, or a turn has one.
         Its attribute `report` is an `EncodeReport`, `places` says where its rows stand, and `numbers` which they are.
 
     Raises:
@@ -161,7 +166,7 @@ def encode_rows(
         DataError: a row cannot be used; a row is too long and may not be; no row is left.
     """
     checked_length(max_length)
-    encoder = Encoder(tokenizer, loss, system, bad_rows)
+    encoder = Encoder(tokenizer, loss, system, bad_rows, weights)
     report, columns, places, numbers = EncodeReport(), Columns(), Places(), array("q")
     bad: list[BadRow] = []
     for row, labelled in learnt_of(walk(rows, encoder.packed, workers), max_length, truncation, report, bad):
@@ -189,7 +194,7 @@ def learnt_of(
             bad.append(BadRow(row.source, row.line, outcome))
             continue
         report.rows += 1
-        for part in report.take(row, *outcome, max_length, truncation):
+        for part in report.take(row, outcome, max_length, truncation):
             yield row, part
 
 
@@ -213,11 +218,12 @@ def collate(features: Sequence[Mapping[str, Sequence[int]]], pad_token_id: int) 
     """One batch: rows padded on the right to the longest of them.
 
     Args:
-        features: rows with `input_ids` and `labels`.
+        features: rows with `input_ids` and `labels`, and `token_weights`.
         pad_token_id: what `input_ids` are padded with; labels are padded with -100.
 
     Returns:
-        `input_ids`, `attention_mask` and `labels`, each int64 of shape (rows, length).
+        `input_ids`, `attention_mask` and `labels`, each int64 of shape (rows, length), and `token_weights`, see
+        `batch_of_weights`.
     """
     import torch
 
@@ -230,7 +236,8 @@ def collate(features: Sequence[Mapping[str, Sequence[int]]], pad_token_id: int) 
         input_ids[i, :n] = torch.as_tensor(feature["input_ids"])
         attention_mask[i, :n] = 1
         labels[i, :n] = torch.as_tensor(feature["labels"])
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    return batch | batch_of_weights(features, labels)
 
 
 def checked_length(max_length: int | None) -> None:
@@ -261,11 +268,18 @@ def nothing_left(report: EncodeReport, max_length: int | None, bad: Sequence[Bad
 class Encoder:
     """Rows to token ids and labels. Of `bad_rows` those are bad, too, whose answers cannot be found."""
 
-    def __init__(self, tokenizer: Any, loss: Learnt, system: str | None, bad_rows: BadRows = "stop") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        loss: Learnt,
+        system: str | None,
+        bad_rows: BadRows = "stop",
+        weights: Sequence[Weights] = (),
+    ) -> None:
         self._tokenizer, self.day = tokenizer, day_of(tokenizer)
         learnt, _, but = loss.partition("+")
         self._all, self._last, self._skips_thoughts = learnt == "all", learnt == "last_round", bool(but)
-        self._system = system
+        self._system, self._weights = system, weights
         self._fast = bool(getattr(tokenizer, "is_fast", False))
         self._skips = bad_rows == "skip"
 
@@ -281,9 +295,9 @@ class Encoder:
     def packed(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Labelled | str]]:
         """As `encode`, in arrays: a list of numbers is long on its way between processes."""
         for row, made in self.encode(rows):
-            yield row, made if isinstance(made, str) else (array("i", made[0]), array("i", made[1]))
+            yield row, made if isinstance(made, str) else tuple(map(array, "iif", made))
 
-    def _text_or_problem(self, row: Row) -> tuple[str, list[Span]] | str:
+    def _text_or_problem(self, row: Row) -> tuple[str, Spans] | str:
         kind = next((part["type"] for part in parts_of(row.messages)), None)
         if kind is not None:
             return f"it has a file of kind {kind}, and this model takes text only"
@@ -302,24 +316,28 @@ class Encoder:
         """What that template writes."""
         return Seen(self.template, self._system)
 
-    def text(self, row: Row) -> tuple[str, list[Span]]:
-        """The text of a row, and where in it stands what is learnt.
+    def text(self, row: Row) -> tuple[str, Spans]:
+        """The text of a row, and where in it stands what is learnt, with weights, if there are any.
 
         Raises:
-            Problem: the chat template refuses it, or leaves something out.
+            Problem: the chat template refuses it, or leaves something out, or nothing of it weighs anything.
         """
         return self._chat_text(row) if row.kind == "chat" else self._plain_text(row)
 
-    def _chat_text(self, row: Row) -> tuple[str, list[Span]]:
+    def _chat_text(self, row: Row) -> tuple[str, Spans]:
         messages = only_last_answer(row.messages) if self._last else row.messages
         try:
             with refusals():
                 messages = self.seen.turns(messages)
                 self.seen.check(row, messages)
-                if self._all:
-                    return all_but_unlearnt(self.template, messages, row.extra)
-                text, spans = self.template.render_answers(messages, **row.extra)
-                return text, past_empty_thoughts(text, spans) if self._skips_thoughts else spans
+                learnt = all_but_unlearnt if self._all else answers_of
+                text, spans = learnt(self.template, messages, row.extra)
+                if self._skips_thoughts:
+                    spans = past_empty_thoughts(text, spans)
+                if self._weights or any("weight" in turn for turn in messages):
+                    answers = answers_of(self.template, messages, row.extra)[1] if self._all else spans
+                    return text, with_weights(self.template, self._weights, messages, text, spans, answers)
+                return text, spans
         except ValueError as error:
             every = "'loss' taken out of its turns" if self._all else "--loss all"
             if self._skips:
@@ -329,18 +347,25 @@ class Encoder:
                 " with {% generation %} ... {% endgeneration %}."
             ) from error
 
-    def _plain_text(self, row: Row) -> tuple[str, list[Span]]:
+    def _plain_text(self, row: Row) -> tuple[str, Spans]:
         prompt, completion = (message["content"] for message in row.messages)
         begin, end = self.begin_of_text, self._tokenizer.eos_token or ""
         begin = "" if (prompt + completion).startswith(begin) else begin  # rows may have been written out for others
         text = begin + prompt + completion.removesuffix(end) + end
-        return text, [(0 if self._all else len(begin) + len(prompt), len(text))]
+        answer = len(begin) + len(prompt), len(text)
+        spans = [(0, len(text))] if self._all else [answer]
+        weight = row.messages[1].get("weight")
+        if self._weights or weight is not None:
+            said = answer[0], len(text) - len(end)
+            parts = parts_of_text(self._weights, text, said, prompt) if weight is None else [(*answer, weight)]
+            return text, laid_over(spans, parts)
+        return text, spans
 
     @cached_property
     def begin_of_text(self) -> str:
         return begin_of_text(self._tokenizer)
 
-    def _tokenise(self, texts: Sequence[tuple[str, list[Span]]]) -> Iterator[Labelled]:
+    def _tokenise(self, texts: Sequence[tuple[str, Spans]]) -> Iterator[Labelled]:
         if not self._fast:
             yield from (self._tokenise_pieces(text, spans) for text, spans in texts)
             return
@@ -352,37 +377,23 @@ class Encoder:
             verbose=False,
         )
         for ids, offsets, (text, spans) in zip(batch["input_ids"], batch["offset_mapping"], texts, strict=True):
-            yield ids, labels_of(ids, offsets, spans, text)
+            yield ids, *labels_of(ids, offsets, spans, text)
 
-    def _tokenise_pieces(self, text: str, spans: Sequence[Span]) -> Labelled:
+    def _tokenise_pieces(self, text: str, spans: Spans) -> Labelled:
         """For tokenizers that cannot say where a token stood: every answer is tokenised by itself."""
         ids: list[int] = []
         labels: list[int] = []
-        borders = [0, *(place for span in spans for place in span), len(text)]
+        weights: list[float] = []
+        borders = [0, *(place for start, end, *_ in spans for place in (start, end)), len(text)]
         for i, (start, end) in enumerate(pairwise(borders)):
             piece = self._tokenizer(text[start:end], add_special_tokens=False)["input_ids"] if end > start else []
             ids += piece
             labels += piece if i % 2 else [IGNORE] * len(piece)
-        return ids, labels
+            weights += [w for w in spans[i // 2][2:] for _ in piece] if i % 2 else [1.0] * len(piece)
+        return (ids, labels, weights) if any(len(span) > 2 for span in spans) else (ids, labels)
 
 
 def begin_of_text(tokenizer: Any) -> str:
     """What the tokenizer puts before a text by itself: its begin-of-text token, or nothing."""
     bos = tokenizer.bos_token_id
     return tokenizer.bos_token if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else ""
-
-
-def labels_of(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span], text: str) -> list[int]:
-    """The tokens that begin inside a span, and -100 for the others.
-
-    A token that begins before it holds text that the model is given, and is not learnt, unless that text is only white
-    space: `Answer: ` and `yes` meet in the token ` yes`, which is all there is to learn.
-    """
-    labels = [IGNORE] * len(ids)
-    starts = [start for start, _ in offsets]
-    for start, end in spans:
-        first, last = bisect_left(starts, start), bisect_left(starts, end)
-        if first and start < min(end, offsets[first - 1][1]) and text[starts[first - 1] : start].isspace():
-            first -= 1
-        labels[first:last] = ids[first:last]
-    return labels

@@ -1,13 +1,19 @@
-"""Which turns of a conversation are learnt, and which places of its text, beyond what each turn says."""
+"""Which turns of a conversation are learnt, and which places of its text, beyond what each turn says; how much each
+weighs, and which tokens these are."""
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardproof.data.encoding.template import MARK, Span, Template
-from shardproof.data.forms.parts import Problem
+from shardproof.data.encoding.weights import Part, Weights, laid_over, parts_of_text
+from shardproof.data.forms.parts import Problem, text_of
+
+IGNORE = -100  # the label that cross entropy leaves out
+Spans = Sequence[Span] | Sequence[Part]  # where in a text stands what is learnt, in its order, and what it weighs
 
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
 
@@ -22,6 +28,14 @@ def only_last_answer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
         {**turn, "loss": False} if i in answers[:-1] and not turn.get("loss") else turn
         for i, turn in enumerate(messages)
     ]
+
+
+def answers_of(
+    template: Template, messages: Sequence[dict[str, Any]], extra: Mapping[str, Any]
+) -> tuple[str, list[Span]]:
+    """The text of a conversation, and the answers in it that are to be learnt. Raises ValueError as `render_answers`
+    does."""
+    return template.render_answers(messages, **extra)
 
 
 def past_empty_thoughts(text: str, answers: Sequence[Span]) -> list[Span]:
@@ -59,3 +73,54 @@ def _content(template: Template, messages: Sequence[dict[str, Any]], i: int, ext
     if not (mark and text.startswith(before) and text.endswith(behind)):
         raise ValueError(f"cannot tell where messages[{i}] stands in what the chat template makes of it")
     return len(before), len(text) - len(behind)
+
+
+def with_weights(
+    template: Template,
+    sets: Sequence[Weights],
+    messages: Sequence[dict[str, Any]],
+    text: str,
+    spans: Sequence[Span],
+    answers: Sequence[Span],
+) -> list[Part]:
+    """What is learnt of a conversation, with weights: that of its turn, or by these sets, see `weighed`.
+
+    Args:
+        spans: of `text`, what is learnt.
+        answers: of them or within them, the answers that are learnt.
+
+    Raises:
+        Problem: nothing of it weighs anything.
+        ValueError: which turn is which answer cannot be told.
+    """
+    turns = [i for i, turn in enumerate(messages) if turn["role"] == "assistant" and turn.get("loss", True)]
+    if len(turns) != len(answers):
+        raise ValueError(f"the chat template marks {len(answers)} answers of {len(turns)}, so none can be weighed")
+    parts: list[Part] = []
+    for i, (start, end) in zip(turns, answers, strict=True):
+        if "weight" in messages[i]:
+            parts.append((start, end, messages[i]["weight"]))
+            continue
+        question = text_of(messages[i - 1]["content"]) if i else ""
+        parts += parts_of_text(sets, text, (start, template.said(text, start, end)), question)
+    found = laid_over(spans, parts)
+    if not found:
+        raise Problem("by --token-weights nothing of its answers weighs anything, so there is nothing to learn")
+    return found
+
+
+def labels_of(ids: list[int], offsets: Sequence[Span], spans: Spans, text: str) -> tuple[list[Any], ...]:
+    """The tokens that begin inside a span, and -100 for the others; and the weights of all, if the spans have some.
+
+    A token that begins before it holds text that the model is given, and is not learnt, unless that text is only white
+    space: `Answer: ` and `yes` meet in the token ` yes`, which is all there is to learn.
+    """
+    labels, weights = [IGNORE] * len(ids), [1.0] * len(ids)
+    starts = [start for start, _ in offsets]
+    for start, end, *weight in spans:
+        first, last = bisect_left(starts, start), bisect_left(starts, end)
+        if first and start < min(end, offsets[first - 1][1]) and text[starts[first - 1] : start].isspace():
+            first -= 1
+        labels[first:last] = ids[first:last]
+        weights[first:last] = [w for w in weight or (1.0,) for _ in range(last - first)]
+    return (labels, weights) if any(len(span) > 2 for span in spans) else (labels,)

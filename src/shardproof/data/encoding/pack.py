@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardproof.data.encoding.encode import IGNORE
+from shardproof.data.encoding.weights import batch_of_weights
 from shardproof.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -149,10 +150,10 @@ def collate_packed(
         flat: whether all of them are to be one, see `wants_flat`.
 
     Returns:
-        `input_ids`, `position_ids` and `labels`, each int64 of shape (packed rows, length), no attention mask, and
-        `use_cache=False`: with a cache, transformers does not look for packed rows. The first token of each row is
-        never learnt: what stands before it is another row. Padding is at position 0, which makes each of its tokens a
-        row by itself.
+        `input_ids`, `position_ids` and `labels`, each int64 of shape (packed rows, length), `token_weights` (see
+        `batch_of_weights`), no attention mask, and `use_cache=False`: with a cache, transformers does not look for
+        packed rows. The first token of each row is never learnt: what stands before it is another row. Padding is at
+        position 0, which makes each of its tokens a row by itself.
     """
     import torch
 
@@ -170,6 +171,7 @@ def collate_packed(
             labels[i, start] = IGNORE
             start += size
     batch = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
+    batch |= batch_of_weights(features, labels)
     return {name: value.view(1, -1) if flat else value for name, value in batch.items()} | {"use_cache": False}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -13,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.data.encoding.dated import on_day
+from shardproof.data.encoding.template_variables import with_defaults
 from shardproof.errors import ConfigError
 from shardproof.models.chatml import CHATML
 
-_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
+OURS = "loss", "weight"  # what turns have that is for no template
 
 Span = tuple[int, int]  # characters [start, end) of a rendered conversation
 Message = Mapping[str, Any]
@@ -43,38 +43,10 @@ def set_template(processing: Any, template: str | None, variables: Mapping[str, 
         return
     tokenizer = getattr(processing, "tokenizer", processing)
     text = tokenizer.chat_template if template is None else template_text(template)
-    tokenizer.chat_template = _with_defaults(text, variables) if variables else text
+    tokenizer.chat_template = with_defaults(text, variables) if variables else text
     if processing is not tokenizer:
         processing.chat_template = tokenizer.chat_template  # a processor is saved with its own
     Template(tokenizer)
-
-
-def _with_defaults(template: Any, variables: Mapping[str, str]) -> str:
-    if not isinstance(template, str):
-        raise ConfigError("--template-variables: the tokenizer has no chat template, or several. Add --chat-template.")
-    asked, lines = _asked_for(template), []
-    for name, value in variables.items():
-        if name not in asked or name in _GIVEN:
-            raise ConfigError(f"--template-variables {name}={value}: the chat template asks for no variable {name!r}.")
-        plain = value.lower() in ("true", "false", "none") or re.fullmatch(r"-?\d+(\.\d+)?", value)
-        meant = value.lower() if plain else json.dumps(value, ensure_ascii=False)
-        lines.append(f"{{%- if {name} is not defined %}}{{% set {name} = {meant} %}}{{% endif %}}")
-    return "".join(lines) + template
-
-
-def _asked_for(template: str) -> set[str]:
-    """The variables that a template expects to be given."""
-    from jinja2 import TemplateSyntaxError, meta
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-    text = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # transformers' own
-    try:
-        found = meta.find_undeclared_variables(environment.parse(text))
-    except TemplateSyntaxError:  # told with its line where it is used
-        return set(re.findall(r"\w+", template))
-    # What an earlier default has set is asked for all the same.
-    return found | set(re.findall(r"if (\w+) is not defined %\}", template))
 
 
 def template_text(template: str) -> str:
@@ -170,7 +142,7 @@ class Template:
         )
 
     def _prepared(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        bare = [{key: value for key, value in message.items() if key != "loss"} for message in messages]
+        bare = [{key: value for key, value in message.items() if key not in OURS} for message in messages]
         return [{**message, "content": self._content(message["content"])} for message in bare]
 
     def _content(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
@@ -230,7 +202,9 @@ class Template:
         Raises:
             ValueError: the answer of a turn cannot be found in the text; the message says of which.
         """
-        marked = self.has_markers and all(m.get("loss", True) for m in messages if m["role"] == "assistant")
+        marked = self.has_markers and all(
+            m.get("loss", True) and "weight" not in m for m in messages if m["role"] == "assistant"
+        )
         text, spans = self._render_marked(messages, extra) if marked else ("", [])
         if not spans:
             text = self.render(messages, **extra)
@@ -368,6 +342,11 @@ class Template:
         while after := [t for t in self._special_tokens if tail.startswith(t, at + len(token))]:
             at, token = at + len(token), max(after, key=len)
         return token
+
+    def said(self, text: str, start: int, end: int) -> int:
+        """Where in an answer, which stands at [start, end) of a text, that begins with which the turn ends."""
+        ends = (*self._turn_ends, *self._tokenizer.all_special_tokens)
+        return end - max((len(one) for one in ends if one and text.endswith(one, start, end)), default=0)
 
     @cached_property
     def _tails(self) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any, Literal
 
 from shardproof.data.forms.calls import called, functions, turns_of_blocks, with_objects
@@ -53,10 +54,11 @@ _WEIGHTS = ("weight", "loss_scale")  # what OpenAI and ms-swift call whether a t
 _ASKS, _ANSWERS = ("human", "user"), ("assistant", "gpt", "bot")
 
 
-def normalise(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
+def normalise(record: Any, columns: Mapping[str, str] | None = None, weighs: bool = False) -> Normal:
     """Messages, what the template needs besides them, and whether the row is a chat or plain text.
 
     `columns` says for fields under which other name they stand in the record; a format it names goes before others.
+    `weighs`: a turn may have another weight than 0 and 1.
 
     Raises:
         Problem: the record is in none of the forms, or a field of it is missing, empty or of the wrong type.
@@ -65,7 +67,7 @@ def normalise(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
     for key, build in sorted(_FORMATS.items(), key=lambda form: form[0] not in (columns or ())):
         if record.get(key) is not None or (key in record and not _elsewhere(record, key)):
             try:
-                return build(record)
+                return build(record, weighs)
             except Problem as problem:
                 if key in _PAIRS and _PAIRS[key] not in record:
                     problem.columns = likely(record, QUESTION, ANSWER)
@@ -130,12 +132,12 @@ class Form:
 SUPERVISED = Form(normalise, EXPECTED)
 
 
-def raw_or_supervised(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
+def raw_or_supervised(record: Any, columns: Mapping[str, str] | None = None, weighs: bool = False) -> Normal:
     """As `normalise`, and a record of a `text` alone: all of it is the answer to nothing, and so is learnt."""
     found = opened(record, columns)
     if found.get("text") is None or any(found.get(key) is not None for key in (*_FORMATS, *ANSWERS)):
         try:
-            return normalise(record, columns)
+            return normalise(record, columns, weighs)
         except Problem as problem:
             problem.columns = problem.columns or likely_text(found)
             raise
@@ -150,16 +152,17 @@ def raw_or_supervised(record: Any, columns: Mapping[str, str] | None = None) -> 
 
 SFT_FIELDS = (*FIELDS, "text")
 SFT = Form(raw_or_supervised, EXPECTED.removesuffix(".") + ", or 'text' alone.")
+WEIGHED = Form(partial(raw_or_supervised, weighs=True), SFT.expected)
 
 
 # --- the formats -------------------------------------------------------------------------------------
 
 
-def _from_turns(record: Mapping[str, Any], field: str) -> Normal:
-    return _finish(record, turns_of(record, field))
+def _from_turns(record: Mapping[str, Any], weighs: bool, field: str) -> Normal:
+    return _finish(record, turns_of(record, field, weighs))
 
 
-def turns_of(record: Mapping[str, Any], field: str) -> Messages:
+def turns_of(record: Mapping[str, Any], field: str, weighs: bool = False) -> Messages:
     """A list of turns, also in the words of ShareGPT (`from` and `value`; `function_call`, `observation`), of ms-swift
     (`tool_call`, `tool_response`; `human` and `assistant` in one) and of Anthropic (`tool_use`, `tool_result`)."""
     messages: Messages = []
@@ -172,15 +175,15 @@ def turns_of(record: Mapping[str, Any], field: str) -> Messages:
         if role == "tool_call":
             calls = called(turn.get("content"), f"{field}[{i}] ({role})")
             turn = {**turn, "role": "assistant", "content": "", "tool_calls": calls}
-            if _goes_on(messages, checked_turn(turn, i, field)):
+            if _goes_on(messages, checked_turn(turn, i, field, weighs)):
                 messages[-1].setdefault("tool_calls", []).extend(calls)
                 continue
         elif role == "tool_response":
             turn = {**turn, "role": "tool"}
         elif role is None and isinstance(turn, dict) and (asks := next(filter(turn.__contains__, _ASKS), None)):
-            messages += _question_and_answer(turn, asks, i, field)
+            messages += _question_and_answer(turn, asks, i, field, weighs)
             continue
-        messages.append(checked_turn(turn, i, field))
+        messages.append(checked_turn(turn, i, field, weighs))
     return messages
 
 
@@ -188,16 +191,16 @@ def _goes_on(messages: Messages, calls: Mapping[str, Any]) -> bool:
     """Whether a turn of calls goes on with an answer before it (what was thought, other calls), so that both are
     one."""
     before = messages[-1] if messages else {}
-    return before.get("role") == "assistant" and before.get("loss") == calls.get("loss")
+    return before.get("role") == "assistant" and all(before.get(name) == calls.get(name) for name in ("loss", "weight"))
 
 
-def _question_and_answer(pair: Mapping[str, Any], asks: str, index: int, field: str) -> Messages:
+def _question_and_answer(pair: Mapping[str, Any], asks: str, index: int, field: str, weighs: bool) -> Messages:
     """Two turns in one, as ms-swift's ShareGPT has them."""
     answers = next((name for name in _ANSWERS if pair.get(name) is not None), None)
     if answers is None:
         raise Problem(f"{field}[{index}] has no 'assistant' beside '{asks}' ({shown_fields(pair)})")
     answer = {**_beside_text(pair), "role": "assistant", "content": pair[answers]}
-    return [checked_turn(turn, index, field) for turn in ({"role": "user", "content": pair[asks]}, answer)]
+    return [checked_turn(turn, index, field, weighs) for turn in ({"role": "user", "content": pair[asks]}, answer)]
 
 
 def _beside_text(turn: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,13 +208,13 @@ def _beside_text(turn: Mapping[str, Any]) -> dict[str, Any]:
     return {name: turn[name] for name in ("loss", *_WEIGHTS, "tool_calls", THINKING) if name in turn}
 
 
-def _from_prompt(record: Mapping[str, Any]) -> Normal:
+def _from_prompt(record: Mapping[str, Any], weighs: bool) -> Normal:
     prompt, completion = record["prompt"], record.get("completion")
     if are_turns(prompt) or are_turns(completion):
         turns = turns_of(record, "prompt")
         # The prompt is context even where it holds earlier answers.
         messages = [{**m, "loss": False} if m["role"] == "assistant" else m for m in turns]
-        messages += turns_of(record, "completion")
+        messages += turns_of(record, "completion", weighs)
         return _finish(record, messages)
     check_plain(record, "'query' and 'response'")
     messages = [
@@ -221,7 +224,7 @@ def _from_prompt(record: Mapping[str, Any]) -> Normal:
     return placed(record, messages), {}, "text"
 
 
-def _from_query(record: Mapping[str, Any]) -> Normal:
+def _from_query(record: Mapping[str, Any], weighs: bool) -> Normal:
     last = [
         {"role": "user", "content": text_field(record, "query", with_field="response")},
         {"role": "assistant", "content": text_field(record, "response", with_field="query")},
@@ -229,7 +232,7 @@ def _from_query(record: Mapping[str, Any]) -> Normal:
     return _finish(record, history_of(record) + last)
 
 
-def _from_instruction(record: Mapping[str, Any]) -> Normal:
+def _from_instruction(record: Mapping[str, Any], weighs: bool) -> Normal:
     last = [
         {"role": "user", "content": instruction_of(record)},
         {"role": "assistant", "content": text_field(record, "output", with_field="instruction")},
@@ -257,7 +260,7 @@ def check_plain(record: Mapping[str, Any], names: str, but: str = "") -> None:
             )
 
 
-_FORMATS: dict[str, Callable[[Mapping[str, Any]], Normal]] = {
+_FORMATS: dict[str, Callable[[Mapping[str, Any], bool], Normal]] = {
     **{field: partial(_from_turns, field=field) for field in TURNS},
     "prompt": _from_prompt,
     "query": _from_query,
@@ -341,7 +344,7 @@ def _codes(codes: list[Any]) -> list[Any]:
 # --- one message, one field --------------------------------------------------------------------------
 
 
-def checked_turn(message: Any, index: int, field: str = "messages") -> dict[str, Any]:
+def checked_turn(message: Any, index: int, field: str = "messages", weighs: bool = False) -> dict[str, Any]:
     at = f"{field}[{index}]"
     if not isinstance(message, dict):
         raise Problem(f"{at} is {kind_of(message)}, not an object with role and content")
@@ -363,8 +366,12 @@ def checked_turn(message: Any, index: int, field: str = "messages") -> dict[str,
         raise Problem(f"the content of {at} ({role}) is empty")
     for word in _WEIGHTS:
         if (weight := message.pop(word, None)) is not None:
+            if weighs and type(weight) in (int, float) and 0 < weight < inf and message.get("loss") is not False:
+                message |= {"loss": True} if weight == 1 else {"weight": weight}
+                continue
             if weight not in (0, 1) or "loss" in message:
-                raise Problem(f"{word!r} of {at} must be 0 or 1, and 'loss' is another word for it")
+                allowed = "a number, 0 or more" if weighs else "0 or 1"
+                raise Problem(f"{word!r} of {at} must be {allowed}, and 'loss' is another word for it")
             message["loss"] = bool(weight)
     if not isinstance(message.get("loss", True), bool):
         raise Problem(f"'loss' of {at} must be true or false, not {kind_of(message['loss'])}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardproof.data.encoding.encode import IGNORE
+from shardproof.data.encoding.weights import batch_of_weights
 from shardproof.data.forms.parts import Problem, parts_of
 from shardproof.data.media.encode import MediaEncoder
 from shardproof.data.rows import Row
@@ -128,7 +129,7 @@ class MediaCollator:
             ids[i, :n] = torch.as_tensor(feature["input_ids"])
             labels[i, :n] = torch.as_tensor(feature["labels"])
             mask[i, :n] = 1
-        fitted = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        fitted = {"input_ids": ids, "attention_mask": mask, "labels": labels} | batch_of_weights(features, labels)
         return {name: batch[name][:, :length] for name in per_token(batch)} | fitted
 
     def _nothing(self) -> dict[str, Any]:

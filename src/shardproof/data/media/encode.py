@@ -9,20 +9,20 @@ way, and bring no tensors of pictures or sounds: the towers are then not run at 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from inspect import Parameter, signature
 from typing import Any
 
 from shardproof.data.encoding.dated import on_day
 from shardproof.data.encoding.encode import (
-    IGNORE,
     Encoder,
+    Labelled,
     Learnt,
-    labels_of,
 )
+from shardproof.data.encoding.learnt import Spans, labels_of
 from shardproof.data.encoding.seen import Seen, refusals
-from shardproof.data.encoding.template import Span
+from shardproof.data.encoding.weights import Weights
 from shardproof.data.forms.parts import KINDS, Problem, parts_of, placeholders, refusal, shown, text_of
 from shardproof.data.media.grounding import Grounded
 from shardproof.data.media.hearing import Hearing
@@ -45,7 +45,7 @@ class MediaEncoder:
     Args:
         processor: of transformers, with the model's chat template on its tokenizer.
         limits: of what is read.
-        loss, system, bad_rows: as for `encode_rows`.
+        loss, system, bad_rows, weights: as for `encode_rows`.
     """
 
     def __init__(
@@ -56,12 +56,14 @@ class MediaEncoder:
         loss: Learnt = "answer",
         system: str | None = None,
         bad_rows: BadRows = "stop",
+        weights: Sequence[Weights] = (),
     ) -> None:
         self.processor, self.limits = processor, limits
-        self._encoder = Encoder(processor.tokenizer, loss, system, bad_rows)
+        self._encoder = Encoder(processor.tokenizer, loss, system, bad_rows, weights)
         written = getattr(processor.tokenizer, "chat_template", None)
         dated = on_day(written, self._encoder.day) != written  # these rows are others on another day
-        self.options = {"loss": loss, "system": system, "day": str(self._encoder.day) if dated else None}
+        self.options: dict[str, Any] = {"loss": loss, "system": system}
+        self.options |= {"day": str(self._encoder.day) if dated else None, "weights": [*map(asdict, weights)]}
         # In texts for Qianfan-OCR a picture has another mark than what it becomes.
         tokens = {
             k: getattr(processor, f"{k}_placeholder_token", getattr(processor, f"{k}_token", None)) for k in KINDS
@@ -88,7 +90,7 @@ class MediaEncoder:
         """The kinds of files that the model takes."""
         return list(self.tokens)
 
-    def text(self, row: Row) -> tuple[str, list[Span]]:
+    def text(self, row: Row) -> tuple[str, Any]:
         """What the chat template makes of a row, and where in it the answers stand; a plain prompt has the marks of its
         files in their places."""
         marked = self._marked if row.kind == "text" else self.known
@@ -96,9 +98,9 @@ class MediaEncoder:
         text, spans = self._encoder.text(shown)
         begun = self._begun(text)
         more = len(begun) - len(text)
-        return begun, [(start + more, end + more) for start, end in spans]
+        return begun, [(start + more, end + more, *weight) for start, end, *weight in spans]
 
-    def _text_with(self, row: Row, files: Mapping[str, list[Any]]) -> tuple[str, list[Span]]:
+    def _text_with(self, row: Row, files: Mapping[str, list[Any]]) -> tuple[str, Spans]:
         """As `text`, with the objects of its pictures in their places."""
         return self.text(replace(row, messages=self._objects.filled(row.messages, files["image"])))
 
@@ -194,8 +196,8 @@ class MediaEncoder:
         files["audio"] = [sound]
         return self.process([self.tokens["audio"]], [files], return_tensors="pt", text_kwargs={"padding": False})
 
-    def encode(self, row: Row) -> tuple[list[int], list[int]]:
-        """Token ids, with as many for each file as it takes, and labels.
+    def encode(self, row: Row) -> Labelled:
+        """Token ids, with as many for each file as it takes, labels, and weights, if there are any.
 
         Raises:
             Problem: a file cannot be used, or the template has no place for it.
@@ -213,11 +215,11 @@ class MediaEncoder:
         ids = listed(out["input_ids"][0])
         replaced = out.get("text_replacement_offsets")
         if replaced is None:
-            return ids, self._labels_by_beginnings(ids, text, spans, files)
+            return ids, *self._labels_by_beginnings(ids, text, spans, files)
         check_seen(replaced[0])
         grown, moved = after_replacement(text, spans, replaced[0])
         self._check_followed(text, grown, replaced[0], ids)
-        return ids, labels_of(ids, listed(out["offset_mapping"][0]), moved, grown)
+        return ids, *labels_of(ids, listed(out["offset_mapping"][0]), moved, grown)
 
     def _check_followed(self, text: str, grown: str, replaced: Sequence[Any], ids: list[int]) -> None:
         """Raise ConfigError for a processor that changes more of a text than it says: places in our text are then not
@@ -228,8 +230,8 @@ class MediaEncoder:
             raise ConfigError(writes_more(type(self.processor).__name__))
 
     def _labels_by_beginnings(
-        self, ids: list[int], text: str, spans: Sequence[Span], files: Mapping[str, list[Any]]
-    ) -> list[int]:
+        self, ids: list[int], text: str, spans: Spans, files: Mapping[str, list[Any]]
+    ) -> tuple[list[Any], ...]:
         """Labels from a processor that does not say what it puts where: where an answer begins and ends, the tokens of
         all before it say. A token that begins before is no part of it, as in `labels_of`."""
 
@@ -239,10 +241,9 @@ class MediaEncoder:
             same = next((i for i, (a, b) in enumerate(zip(first, ids, strict=False)) if a != b), len(first))
             return same + (same < len(first))  # the token in which they part begins before `end`
 
-        labels = [IGNORE] * len(ids)
-        for start, end in ((before(start), before(end)) for start, end in spans):
-            labels[start:end] = ids[start:end]
-        return labels
+        places = {at: before(at) for start, end, *_ in spans for at in (start, end)}
+        found: Any = [(places[start], places[end], *weight) for start, end, *weight in spans]
+        return labels_of(ids, [(i, i + 1) for i in range(len(ids))], found, " ")
 
     def question(self, messages: Sequence[Mapping[str, Any]], where: str, tools: Any = None) -> dict[str, Any]:
         """The tensors that a model is asked with; relative paths begin beside the file `where`, and `tools` are what

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardproof.data.encoding.template import Span
+from shardproof.data.encoding.learnt import Spans
 from shardproof.data.forms.parts import Problem
 from shardproof.data.media.reading import Frames
 
@@ -46,7 +46,7 @@ def check_seen(replaced: Sequence[Any]) -> None:
             raise Problem("a file is too small or too short for this model: it takes no token")
 
 
-def after_replacement(text: str, spans: Sequence[Span], replaced: Sequence[Any]) -> tuple[str, list[Span]]:
+def after_replacement(text: str, spans: Spans, replaced: Sequence[Any]) -> tuple[str, Any]:
     """The text with each placeholder grown to what the processor put in its place, and the spans in that text."""
     pieces, last = [], 0
     for change in replaced:
@@ -58,4 +58,4 @@ def after_replacement(text: str, spans: Sequence[Span], replaced: Sequence[Any])
     def moved(at: int) -> int:
         return at + sum(len(c["replacement"]) - (c["span"][1] - c["span"][0]) for c in replaced if c["span"][1] <= at)
 
-    return grown, [(moved(start), moved(end)) for start, end in spans]
+    return grown, [(moved(start), moved(end), *weight) for start, end, *weight in spans]

@@ -98,7 +98,7 @@ def encode_media_rows(
         whole = has_files(row.messages) or (speaks and bool(row.extra.get("codes")))
         text |= not whole
         how: Truncation = "drop" if whole and truncation != "raise" else truncation
-        for part in report.take(row, outcome[0], outcome[1], max_length, how):
+        for part in report.take(row, outcome, max_length, how):
             numbers.append(number)
             columns.append(*part)
             places.append(row)

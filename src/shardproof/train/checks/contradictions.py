@@ -30,6 +30,7 @@ NOT_OF_LABELS = {
     **dict.fromkeys(("loss", "loss_type"), "what is learnt of a row is its label"),
     **KEPT | dict.fromkeys(OF_ANSWERS, "no answers are written"),
     "label_smoothing_factor": "it smooths the tokens of answers",
+    "token_weights": "it weighs the tokens of answers",
     "router_aux_loss_coef": "transformers has that loss in models that write",
     "liger_kernel": "its kernels are for models that write",
     "model_type": "models of plugins write",
@@ -39,7 +40,7 @@ NOT_OF_LABELS = {
 NOT_OF_EMBEDDINGS = {
     "packing": "a text has an embedding of its own",
     "streaming": "texts are counted before",
-    **dict.fromkeys(("loss_type", "label_smoothing_factor"), "no tokens are learnt"),
+    **dict.fromkeys(("loss_type", "label_smoothing_factor", "token_weights"), "no tokens are learnt"),
     "router_aux_loss_coef": NOT_OF_LABELS["router_aux_loss_coef"],
     "rope_scaling": "a model that embeds keeps its positions",
     "max_model_len": "a model that embeds keeps its positions",

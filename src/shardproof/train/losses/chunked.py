@@ -40,6 +40,7 @@ def chunked_cross_entropy(
     dft: bool = False,
     smoothing: float = 0.0,
     weigh: Weights | None = None,
+    shares: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The sum of the cross entropies of `hidden @ weight.T + bias`, divided by `divisor`; see `chunked`.
 
@@ -48,9 +49,10 @@ def chunked_cross_entropy(
         dft: whether each cross entropy is multiplied by the probability of its target, as a constant (DFT).
         smoothing: the share of each cross entropy that is its mean over the vocabulary instead of that of its target.
         weigh: of the log-probabilities of targets, what else each cross entropy is multiplied by, as a constant.
+        shares: [tokens], float32, what each cross entropy is multiplied by.
     """
     judge = partial(_cross_entropy, weigh=torch.exp if dft else weigh, smoothing=smoothing)
-    return chunked(hidden, weight, bias, (targets,), divisor, judge)
+    return chunked(hidden, weight, bias, (targets,) if shares is None else (targets, shares), divisor, judge)
 
 
 def chunked(
@@ -171,13 +173,16 @@ def _cross_entropy(
     weigh: Weights | None,
     smoothing: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    t = targets[0][:, None]
+    t, *shares = (each[:, None] for each in targets)
     odds = torch.log_softmax(logits, -1)
     of_target = odds.gather(1, t)
     weights = None if weigh is None else weigh(of_target)
+    for share in shares:
+        weights = share.to(odds.dtype) if weights is None else weights * share
     total = -(of_target if weights is None else of_target * weights).sum() * (1.0 - smoothing)
     if smoothing:
-        total -= odds.mean(-1).sum() * smoothing
+        means = odds.mean(-1, keepdim=True)
+        total -= (means if weights is None else means * weights).sum() * smoothing
     if scale is None:
         return total, None
     odds.exp_()

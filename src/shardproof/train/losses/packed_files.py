@@ -40,11 +40,11 @@ def packed_files(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
         handle.remove()
 
 
-def packed_labels(inputs: dict[str, Any]) -> torch.Tensor:
-    """The labels of the batch as they stand in its packed rows: what stands before a row's first token is another's.
-    Padding is at position 0, as such tokens are."""
-    labels: torch.Tensor = inputs["labels"]
+def packed_labels(inputs: dict[str, Any], name: str = "labels") -> torch.Tensor:
+    """The labels of the batch, or what else there is of tokens under this name, as they stand in its packed rows: what
+    stands before a row's first token is another's. Padding is at position 0, as such tokens are."""
+    labels: torch.Tensor = inputs[name]
     if PLACES[0] not in inputs:
         return labels
-    places, positions = (inputs[name] for name in PLACES)
+    places, positions = (inputs[of] for of in PLACES)
     return put_in_places(labels, places).masked_fill(positions.eq(0), IGNORE)

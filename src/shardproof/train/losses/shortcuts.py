@@ -16,20 +16,26 @@ import torch
 from torch import nn
 
 from shardproof.data.encoding.pack import wants_flat
+from shardproof.data.encoding.weights import WEIGHTS
 from shardproof.errors import ConfigError
 from shardproof.models.attention.laid_out import put_in_places
 from shardproof.models.forward import tried, without_adapters
 from shardproof.train.losses.chunked import chunked_cross_entropy
 from shardproof.train.losses.packed_files import PLACES, packed_files, packed_labels
+from shardproof.train.losses.tokens import token_mean
 from shardproof.train.model.few import FEW
 from shardproof.train.model.shared_rows import check_loss_of_parts, check_packed_in_parts, compare
 
 LARGE = 16.0  # a logit that a cap does not leave as it is
-LABELS = ("labels", "shift_labels")
+LABELS = ("labels", "shift_labels", WEIGHTS)
 
 
 def checks(
-    packed: bool, chunked: bool, few: Callable[[], Iterator[dict[str, Any]]] | None, shared: bool = False
+    packed: bool,
+    chunked: bool,
+    few: Callable[[], Iterator[dict[str, Any]]] | None,
+    shared: bool = False,
+    weighed: bool = False,
 ) -> list[Callable[[Any, Any], None]]:
     """What to ask a model with the inputs of the first step, the last first.
 
@@ -37,11 +43,13 @@ def checks(
         packed, chunked: whether rows are packed, and whether `chunked_loss` is asked for.
         few: makes batches of few rows that are packed or shared, of a model that takes files.
         shared: whether ranks have parts of rows.
+        weighed: whether tokens have weights.
     """
     if few is None:
         asked = (
             (check_packing, packed),
             (check_chunked_loss, chunked),
+            (check_weighed_loss, weighed and not chunked),
             (check_loss_of_parts, shared),
             (check_packed_in_parts, packed and shared),
         )
@@ -124,7 +132,8 @@ def chunked_loss(
     """The causal loss without the logits: the last hidden states meet the head a chunk at a time.
 
     Returns: the sum over learnt tokens divided by `num_items` (their number, if None), a scalar in float32; with
-        `dft`, each times the probability of its token. `smoothing`: see `chunked_cross_entropy`.
+        `dft`, each times the probability of its token, and with `token_weights` among the inputs, times its weight.
+        `smoothing`: see `chunked_cross_entropy`.
     """
     hidden = hidden_states(model, inputs)
     return _loss_of_hidden(model, hidden, inputs, num_items, dft, smoothing)
@@ -166,14 +175,15 @@ def _loss_of_hidden(
 ) -> torch.Tensor:
     head = head_of(model)
     if "shift_labels" in inputs:  # of a part of a row, whose last token predicts the first of the next part
-        hidden, targets = hidden.flatten(0, 1), inputs["shift_labels"].flatten().to(hidden.device)
+        targets, weights = inputs["shift_labels"], inputs.get(WEIGHTS)
     else:
-        labels = packed_labels(inputs)
-        hidden, targets = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(hidden.device)
-    learnt = targets.ne(-100)
-    hidden, targets = hidden[learnt], targets[learnt]
+        hidden, targets = hidden[:, :-1], packed_labels(inputs)[:, 1:]
+        weights = packed_labels(inputs, WEIGHTS)[:, 1:] if WEIGHTS in inputs else None
+    learnt = targets.ne(-100).to(hidden.device)
+    hidden, targets = hidden[learnt], targets.to(hidden.device)[learnt]
+    shares = None if weights is None else weights.to(hidden.device)[learnt]
     divisor = max(1, len(targets)) if num_items is None else num_items
-    return chunked_cross_entropy(hidden, head.weight, head.bias, targets, divisor, dft, smoothing)
+    return chunked_cross_entropy(hidden, head.weight, head.bias, targets, divisor, dft, smoothing, shares)
 
 
 def check_chunked_loss(model: Any, inputs: dict[str, Any], option: str = "--chunked-loss") -> None:
@@ -247,6 +257,22 @@ def _tried_head(model: Any, inputs: dict[str, Any], option: str) -> tuple[torch.
     logits = logits_of(scaled[0]).detach().to(given.dtype)
     # Logits from the same operation are the same; sums in half precision may differ.
     return ids, outputs, scaled[0], torch.allclose(given, logits, atol=1e-5, rtol=1e-4)
+
+
+def check_weighed_loss(model: Any, inputs: dict[str, Any]) -> None:
+    """See that the loss of this model is the cross entropy of its tokens, which is what weights are multiplied into.
+    Collective: every rank calls it. Raises ConfigError where it is another one."""
+    ids = _words(inputs)
+    with tried(model):
+        outputs = model(input_ids=ids, labels=ids, use_cache=False)
+    if getattr(outputs, "logits", None) is None:
+        return  # Liger's, which makes none beside a loss
+    own, plain = float(outputs.loss.detach()), float(token_mean(outputs, ids).detach())
+    if abs(own - plain) > (1e-4 if outputs.loss.dtype.itemsize >= 4 else 1e-2) * max(1.0, abs(own)):
+        raise ConfigError(
+            f"--token-weights: the loss of {type(model).__name__} is not the mean cross entropy of its tokens"
+            f" ({own:.5f} instead of {plain:.5f}), and its other terms would be lost. Leave the weights out."
+        )
 
 
 def _words(inputs: dict[str, Any]) -> torch.Tensor:

@@ -6,6 +6,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from shardproof.data.encoding.encode import IGNORE
+from shardproof.data.encoding.weights import WEIGHTS
 from shardproof.errors import ConfigError
 
 
@@ -22,7 +24,7 @@ def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = Non
     return _by_token(outputs, labels).sum() / _learnt(labels, num_items_in_batch)
 
 
-def weighed(found: Any, share: torch.Tensor) -> Any:
+def with_share(found: Any, share: torch.Tensor) -> Any:
     """The loss of a batch, alone or with the model's outputs, times the share that the batch has in its step: so the
     means that a model makes of batches add up to the mean over the tokens of the step."""
     return (found[0] * share, found[1]) if isinstance(found, tuple) else found * share
@@ -42,13 +44,37 @@ def smoothed_loss(
     return _by_token(outputs, labels, smoothing).sum() / _learnt(labels, num_items_in_batch)
 
 
+def weighed_loss(
+    outputs: Any, inputs: dict[str, Any], num_items_in_batch: Any = None, dft: bool = False, smoothing: float = 0.0
+) -> torch.Tensor:
+    """The causal loss, each token's times its weight, divided by the number of tokens and not by the sum of weights, as
+    in ms-swift. Of parts of rows (`shift_labels`) labels and weights are of what each token is to predict."""
+    logits, weights = _logits(outputs), inputs[WEIGHTS]
+    if "shift_labels" in inputs:
+        targets = inputs["shift_labels"]
+    else:
+        logits, targets, weights = logits[..., :-1, :], inputs["labels"][..., 1:], weights[..., 1:]
+    losses = _of_targets(logits, targets, smoothing)
+    if dft:
+        losses = losses * losses.detach().neg().exp()
+    divisor = targets.ne(IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
+    return (losses * weights.flatten().to(losses)).sum() / divisor
+
+
 def _by_token(outputs: Any, labels: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
     """The cross entropy of each token [rows * (length - 1)], 0 of those that are not learnt."""
-    logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-    logits, targets = logits[..., :-1, :].float(), labels[..., 1:].to(logits.device)
-    return torch.nn.functional.cross_entropy(
-        logits.flatten(0, -2), targets.flatten(), reduction="none", label_smoothing=smoothing
-    )
+    return _of_targets(_logits(outputs)[..., :-1, :], labels[..., 1:], smoothing)
+
+
+def _logits(outputs: Any) -> torch.Tensor:
+    found: torch.Tensor = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+    return found
+
+
+def _of_targets(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """The cross entropy of each target, flat."""
+    logits, targets = logits.float().flatten(0, -2), targets.to(logits.device).flatten()
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
 
 
 def _learnt(labels: torch.Tensor, num_items_in_batch: Any) -> Any:

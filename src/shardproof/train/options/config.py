@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field
 
 from shardproof.train.options.batch import DEFAULT_MICRO_BATCH, Batch, batch_of
 from shardproof.train.options.data_options import DataOptions
+from shardproof.train.options.loss_options import LossOptions
 from shardproof.train.options.option import (
     SAVE_STEPS,
     Arguments,
@@ -231,7 +232,7 @@ class RunConfig(DataOptions, Times):
         return batch_of(self, world_size)
 
 
-class SftConfig(RunConfig):
+class SftConfig(LossOptions, RunConfig):
     """Every option of a supervised fine-tuning run."""
 
     command = "sft"
@@ -281,21 +282,6 @@ class SftConfig(RunConfig):
         "Task", None, "of a reranker: how many positives of a row each pass over the data draws (default: all)", ge=1
     )
     max_negatives: int | None = option("Task", None, "the same of negatives", ge=1)
-    loss: str = option(
-        "Data",
-        "answer",
-        "what is learnt: the answers, the last one ('last_round'), either '+ignore_empty_think', or 'all' tokens; or "
-        "a plugin's loss; for embeddings infonce, cosine_similarity, contrastive; for a reranker pointwise, listwise",
-    )
-    loss_type: Literal["nll", "dft"] = option(
-        "Data", "nll", "log-likelihood, or dynamic fine-tuning: each token's loss times its probability (dft)"
-    )
-    label_smoothing_factor: float = option(
-        "Data", 0.0, "label smoothing: this share of the loss is the mean over the whole vocabulary", ge=0, lt=1
-    )
-    router_aux_loss_coef: Finite = option(
-        "Data", 0.0, "weight of the loss that balances the experts of a mixture (such as 0.001)", ge=0
-    )
     streaming: bool = option("Data", False, "read rows while training, block by block, instead of all before")
     shuffle_buffer_size: int = option(
         "Data", 1000, "with --streaming: rows per block; each block is shuffled in itself; 0 shuffles none", ge=0

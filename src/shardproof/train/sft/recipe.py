@@ -7,12 +7,13 @@ does with the result.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardproof.data.forms.formats import SFT, SFT_FIELDS
+from shardproof.data.encoding.weights import WEIGHTS, weights_named
+from shardproof.data.forms.formats import SFT, SFT_FIELDS, WEIGHED
 from shardproof.data.forms.plain import joined
 from shardproof.errors import ConfigError
 from shardproof.models.families.anatomy import anatomy
@@ -34,6 +35,14 @@ from shardproof.train.rows.media import check_codes, check_options, check_spoken
 from shardproof.train.rows.plain import warn_of_plain
 from shardproof.train.run import Prepared
 from shardproof.train.settings import add_in_one_order, for_sft_trainer
+from shardproof.train.sft.against import (
+    check_balance,
+    check_laid_out_files,
+    check_smoothing,
+    check_spoken_loss,
+    check_weights,
+    weighs,
+)
 from shardproof.train.watching.view import View, Write
 
 if TYPE_CHECKING:
@@ -59,66 +68,14 @@ def check(config: SftConfig, world_size: int) -> Batch:
         raise ConfigError(f"--loss-type dft and --loss {config.loss} are two losses: leave one of them out.")
     if config.loss_type == "dft" and config.liger_kernel:
         raise ConfigError("--liger-kernel computes the plain loss: leave it or --loss-type dft out.")
-    _check_smoothing(config)
-    _check_balance(config)
+    check_smoothing(config)
+    check_weights(config)
+    check_balance(config)
     if config.chunked_loss and config.loss not in KINDS["loss"].built_in:
         raise ConfigError(f"--chunked-loss computes the causal loss; --loss {config.loss} wants the logits.")
-    _check_spoken_loss(config)
+    check_spoken_loss(config)
     check_answering(config)
     return run.check(config, world_size)
-
-
-def _check_spoken_loss(config: SftConfig) -> None:
-    """The loss of codes of speech is added to that of words in the model's own forward."""
-    if TALKER not in (config.train_parts or ()):
-        return
-    if config.loss == "all":
-        raise ConfigError(
-            f"--loss all and --train-parts {TALKER}: a {TALKER} speaks the last answer, which begins where what is not "
-            "learnt ends. Leave one of them out."
-        )
-    others = {
-        "--chunked-loss": config.chunked_loss,
-        "--loss-type dft": config.loss_type == "dft",
-        f"--loss {config.loss}": config.loss not in KINDS["loss"].built_in,
-    }
-    if other := next((name for name, given in others.items() if given), None):
-        raise ConfigError(
-            f"{other} computes the loss of words, --train-parts {TALKER} learns codes of speech, too. Leave one of"
-            " them out."
-        )
-
-
-def _check_smoothing(config: SftConfig) -> None:
-    """Labels are smoothed in the causal loss of whole rows, which we compute."""
-    if not config.label_smoothing_factor:
-        return
-    against = {
-        "--loss-type dft": config.loss_type == "dft",
-        f"--loss {config.loss}": config.loss not in KINDS["loss"].built_in,
-        "--liger-kernel": config.liger_kernel,
-        "--sequence-parallel": config.sequence_parallel > 1,
-        f"--train-parts {TALKER}": TALKER in (config.train_parts or ()),
-    }
-    _refuse("--label-smoothing-factor", against, "that loss has no smoothing")
-
-
-def _check_balance(config: SftConfig) -> None:
-    """Experts are balanced by what routers give in the model's own forward, of whole rows."""
-    if not config.router_aux_loss_coef:
-        return
-    against = {
-        "--chunked-loss": config.chunked_loss,
-        "--liger-kernel": config.liger_kernel,
-        "--sequence-parallel": config.sequence_parallel > 1,
-        f"--train-parts {TALKER}": TALKER in (config.train_parts or ()),
-    }
-    _refuse("--router-aux-loss-coef", against, "that loss has no term that balances experts")
-    if config.checkpointing_reentrant:
-        raise ConfigError(
-            "--router-aux-loss-coef and --checkpointing-reentrant: what routers give inside of that has no gradient. "
-            "Leave --checkpointing-reentrant out."
-        )
 
 
 def read(config: SftConfig) -> tuple[Any, Any]:
@@ -129,7 +86,8 @@ def read(config: SftConfig) -> tuple[Any, Any]:
     """
     from shardproof.data.rows import read_rows
 
-    form = joined(SFT) if config.plain else SFT
+    form = SFT if any(weighs(config).values()) else WEIGHED
+    form = joined(form) if config.plain else form
     if not config.streaming:
         return run.read(config, read_rows, form)
     from shardproof.data.mixed_stream import read_stream
@@ -187,7 +145,7 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
         from shardproof.data.media.rows import MediaRows, encode_media_rows
         from shardproof.data.row_cache import RowCache
 
-        _check_laid_out_files(config)
+        check_laid_out_files(config)
         if TALKER in (config.train_parts or ()):
             check_codes(config.model, rows)
         check_options(config, streams)
@@ -218,33 +176,10 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
         system=config.system,
         bad_rows=config.bad_rows,
         workers=as_many_as_help(config.workers),
+        weights=weights_named(config.token_weights),
     )
     encoded = encoded_once(config, rows, processing, to_learn, loss=_learnt(config))
     return pack_rows(encoded, config.max_length) if config.packing else encoded
-
-
-def _check_laid_out_files(config: SftConfig) -> None:
-    """Of packed rows with files, and of parts of rows, the loss is computed from the hidden states that the head would
-    take."""
-    against = {
-        f"--loss {config.loss}": config.loss not in KINDS["loss"].built_in,
-        "--metrics": config.metrics,
-        "--liger-kernel": config.liger_kernel,
-        "--router-aux-loss-coef": config.router_aux_loss_coef,
-        f"--train-parts {TALKER}": TALKER in (config.train_parts or ()),
-    }
-    if config.packing:
-        _refuse("--packing", against, "of packed rows with files there are no logits, only the loss of words")
-    if config.sequence_parallel > 1:
-        why = "of parts of rows with files there are no logits, only the loss of words"
-        _refuse("--sequence-parallel", against, why)
-
-
-def _refuse(option: str, against: Mapping[str, object], why: str) -> None:
-    """Raise ConfigError for an option that does not go with one of these which is given."""
-    for other, given in against.items():
-        if given:
-            raise ConfigError(f"{option} and {other}: {why}. Leave one of them out.")
 
 
 def _encoded_later(config: SftConfig, rows: Any, tokenizer: Any) -> Any:
@@ -261,6 +196,7 @@ def _encoded_later(config: SftConfig, rows: Any, tokenizer: Any) -> Any:
         packing=config.packing,
         shuffled=config.shuffle_buffer_size > 1,
         seed=config.seed,
+        weights=weights_named(config.token_weights),
     )
 
 
@@ -268,8 +204,8 @@ def media_encoder(config: SftConfig, processor: Any) -> MediaEncoder:
     """What rows with files are read by."""
     from shardproof.data.media.encode import MediaEncoder
 
-    limits, loss = media_limits(config, processor), _learnt(config)
-    return MediaEncoder(processor, limits, loss=loss, system=config.system, bad_rows=config.bad_rows)
+    limits, loss, weights = media_limits(config, processor), _learnt(config), weights_named(config.token_weights)
+    return MediaEncoder(processor, limits, loss=loss, system=config.system, bad_rows=config.bad_rows, weights=weights)
 
 
 def _learnt(config: SftConfig) -> Any:
@@ -288,7 +224,11 @@ def collator(prepared: Prepared, model: Any) -> Any:
 
     def in_parts(rows: Any) -> dict[str, Any]:
         batch = collate(rows)
-        return {**batch, "shift_labels": shared.sequence.shifted(packed_labels(batch))}
+        shifted = {"labels": "shift_labels", WEIGHTS: WEIGHTS}
+        told = {
+            to: shared.sequence.shifted(packed_labels(batch, name)) for name, to in shifted.items() if name in batch
+        }
+        return batch | told
 
     return in_parts
 
@@ -326,6 +266,12 @@ def _few(prepared: Prepared) -> Any:
         return [[packed] for packed in prepared.rows.few()]
     parts = prepared.config.sequence_parallel > 1 and isinstance(prepared.rows, MediaRows)
     return prepared.rows.few(1) if parts else None
+
+
+def _has_weights(prepared: Prepared) -> bool:
+    """Whether a turn of the rows has a weight; of a stream that is not known before."""
+    rows = getattr(prepared.rows, "unpacked", prepared.rows)
+    return WEIGHTS in getattr(getattr(rows, "encoded", rows), "column_names", ())
 
 
 def import_libraries(config: SftConfig) -> None:
@@ -378,6 +324,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             dft=config.loss_type == "dft",
             smoothing=config.label_smoothing_factor,
             balance=config.router_aux_loss_coef,
+            weighed=bool(config.token_weights) or _has_weights(prepared),
             **for_sft_trainer(prepared, callbacks),
         )
 

@@ -1,0 +1,41 @@
+"""What a chat template finds set where nobody sets it: `--template-variables`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from shardproof.errors import ConfigError
+
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
+
+
+def with_defaults(template: Any, variables: Mapping[str, str]) -> str:
+    """A template with such values. Raises ConfigError for what it asks for no variable of that name, or is none."""
+    if not isinstance(template, str):
+        raise ConfigError("--template-variables: the tokenizer has no chat template, or several. Add --chat-template.")
+    asked, lines = _asked_for(template), []
+    for name, value in variables.items():
+        if name not in asked or name in _GIVEN:
+            raise ConfigError(f"--template-variables {name}={value}: the chat template asks for no variable {name!r}.")
+        plain = value.lower() in ("true", "false", "none") or re.fullmatch(r"-?\d+(\.\d+)?", value)
+        meant = value.lower() if plain else json.dumps(value, ensure_ascii=False)
+        lines.append(f"{{%- if {name} is not defined %}}{{% set {name} = {meant} %}}{{% endif %}}")
+    return "".join(lines) + template
+
+
+def _asked_for(template: str) -> set[str]:
+    """The variables that a template expects to be given."""
+    from jinja2 import TemplateSyntaxError, meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    text = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # transformers' own
+    try:
+        found = meta.find_undeclared_variables(environment.parse(text))
+    except TemplateSyntaxError:  # told with its line where it is used
+        return set(re.findall(r"\w+", template))
+    # What an earlier default has set is asked for all the same.
+    return found | set(re.findall(r"if (\w+) is not defined %\}", template))

@@ -1,0 +1,35 @@
+"""What supervised fine-tuning learns of a row, and how much."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+from shardproof.train.options.option import Finite, option
+
+
+class LossOptions(BaseModel):
+    """The options of the loss of `sft`."""
+
+    loss: str = option(
+        "Data",
+        "answer",
+        "what is learnt: the answers, the last one ('last_round'), either '+ignore_empty_think', or 'all' tokens; or "
+        "a plugin's loss; for embeddings infonce, cosine_similarity, contrastive; for a reranker pointwise, listwise",
+    )
+    token_weights: list[str] = option(
+        "Data",
+        [],
+        "weigh parts of answers: react, hermes, qwen, agentflan, alpha_umi, ignore_think_prefix, or .json files of "
+        "patterns and weights",
+    )
+    loss_type: Literal["nll", "dft"] = option(
+        "Data", "nll", "log-likelihood, or dynamic fine-tuning: each token's loss times its probability (dft)"
+    )
+    label_smoothing_factor: float = option(
+        "Data", 0.0, "label smoothing: this share of the loss is the mean over the whole vocabulary", ge=0, lt=1
+    )
+    router_aux_loss_coef: Finite = option(
+        "Data", 0.0, "weight of the loss that balances the experts of a mixture (such as 0.001)", ge=0
+    )
