@@ -402,13 +402,20 @@ def test_advantages_have_the_names_that_they_have_there():
         ("--max_turns 3", "--max-turns N is then --max-tool-calling-iterations N-1"),
         ("--gym_env sudoku", "--environments FILE.py:CLASS lets answers of grpo act in a world"),
         ("--reward_model_plugin genrm", "what judges in words is a function of your own, --reward-funcs FILE.py"),
-        ("--stop_words Observation:", "answers end with the model's own end, and at a call of --tools"),
         ("--teacher_tag_key subject", "there is one teacher: --teacher-model-server takes the address of one"),
     ],
 )
 def test_what_is_done_in_another_way_is_told(said, told):
     *_, (reason,) = swift.translate(f"swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs format {said}")
     assert told in reason
+
+
+def test_texts_at_which_answers_end_are_brought_over():
+    command, _, missing = swift.translate(
+        "swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs format --stop_words Observation: '</end>'"
+    )
+    assert missing == []
+    assert "--stop-words Observation: '</end>'" in command
 
 
 def test_losses_of_dpo_are_its_own_where_rpo_adds_nothing():

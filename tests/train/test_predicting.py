@@ -258,3 +258,11 @@ def test_a_metric_whose_package_is_missing_is_told(monkeypatch) -> None:
     config = SftConfig(val_dataset=["a.jsonl"], predict_with_generate=True, answer_metrics=["chrf"])
     with pytest.raises(ConfigError, match=r"chrf needs sacrebleu: pip install 'shardproof\[answers\]'"):
         check_answering(config)
+
+
+def test_answers_end_at_texts(commands, sft, rows: Path) -> None:
+    asked = ["--val-dataset", str(rows), "--predict-with-generate", "--max-new-tokens", "12", "--nproc", "2"]
+    run = commands([("ended", sft(*asked, "--stop-words", "e", "s"))])["ended"]
+    answers = [record["completion"] for record in records_of(run)]
+    assert len(answers) == 23
+    assert not [answer for answer in answers if "e" in answer or "s" in answer]

@@ -66,7 +66,7 @@ TOLD = (
     *("desirable_weight", "undesirable_weight", "ref_model", "teacher_model", "reward_model", "value_model"),
     *("teacher_model_server", "adapters", "ref_adapters"),
     *("sync_ref_steps", "reward_funcs", "reward_weights", "format_pattern", "scale_rewards", "max_completion_length"),
-    *("advantage_estimator", "kl_in_reward", "teacher_kl_coef", "sft_alpha", "gkd_logits_topk"),
+    *("stop_words", "advantage_estimator", "kl_in_reward", "teacher_kl_coef", "sft_alpha", "gkd_logits_topk"),
     *(*CHORD, *FIPO),
     *("tools", "environments", "max_tool_calling_iterations", "dynamic_sample", "max_resample_times"),
     *("temperature", "top_p", "top_k", "repetition_penalty", "epsilon", "epsilon_high", "delta"),

@@ -25,6 +25,7 @@ class LLM:
     made: ClassVar[list[LLM]] = []
 
     def __init__(self, model: str, max_model_len: int, enable_sleep_mode: bool, **more: Any) -> None:
+        from transformers import AutoTokenizer
         from transformers.core_model_loading import revert_weight_conversion
 
         from shardproof.models.loading.classes import load_pretrained
@@ -32,6 +33,7 @@ class LLM:
         self.net: Any = load_pretrained(model).eval().requires_grad_(False)
         # By the names that files have, as the real one reads them.
         self.places = revert_weight_conversion(self.net, dict(self.net.named_parameters()))
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.pictures: list[int] = []  # that came with each prompt; what is drawn is blind to them
         self.held: set[int] = set()  # tokens that no answer may hold
         self.can_sleep, self.asleep, self.loads, self.given = enable_sleep_mode, set[str](), 0, more
@@ -70,12 +72,15 @@ class LLM:
         given = [tuple(prompt["prompt_token_ids"]) for prompt in prompts]
         return [self._answered(ids, given[:i].count(ids), sampling_params) for i, ids in enumerate(given)]
 
+    def _stopped(self, drawn: list[int], how: Any) -> bool:
+        return any(word in self.tokenizer.decode(drawn) for word in getattr(how, "stop", ()))
+
     def _answered(self, prompt: tuple[int, ...], number: int, how: Any) -> Any:
         chance = torch.Generator().manual_seed(hash((prompt, number)) % 2**31)
         ends = self.net.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         ids, drawn, logprobs = list(prompt), [], []
-        while len(drawn) < how.max_tokens and not (drawn and drawn[-1] in ends):
+        while len(drawn) < how.max_tokens and not (drawn and drawn[-1] in ends) and not self._stopped(drawn, how):
             logits = self.net(torch.tensor([ids])).logits[0, -1].float() / how.temperature
             for token, bias in getattr(how, "logit_bias", {}).items():
                 logits[token] += bias

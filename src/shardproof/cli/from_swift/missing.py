@@ -114,7 +114,7 @@ MISSING = {
             ),
             *("agent_template", "hub_token", "hub_model_id"),
             *("per_device_eval_batch_size", "data_seed", "max_epochs", "multi_turn_scheduler"),
-            *("response_prefix", "use_chat_template", "stop_words", "max_turns", "gym_env", "label_names"),
+            *("response_prefix", "use_chat_template", "max_turns", "gym_env", "label_names"),
             *("problem_type", "router_aux_loss_coef", "experts_impl"),
             *("generation_batch_size", "teacher_tag_key"),
             *("shuffle_buffer_size", "download_mode", "local_repo_path", "init_strategy"),
@@ -166,8 +166,6 @@ INSTEAD = {
         ("use_gym_env", "gym_env"),
         "--environments FILE.py:CLASS lets answers of grpo act in a world that judges them (docs/acting.md)",
     ),
-    "stop_words": "answers end with the model's own end, and at a call of --tools or --environments; other ends are"
-    " eos_token_id in the model's generation_config.json",
     "reward_model_plugin": "what judges in words is a function of your own, --reward-funcs FILE.py:FUNCTION, which may"
     " be async and ask a server of the judge ('vllm serve MODEL')",
     "data_seed": "--seed is that of the order of rows, too",

@@ -90,7 +90,7 @@ def metrics_of(config: SftConfig) -> Sequence[str]:
 def check_answering(config: SftConfig) -> None:
     """Raise ConfigError for what does not go together with rows of an evaluation that the model answers."""
     if not config.predict_with_generate:
-        for name in ("answer_metrics", "max_new_tokens"):
+        for name in ("answer_metrics", "max_new_tokens", "stop_words"):
             if getattr(config, name) != SftConfig.model_fields[name].default:
                 raise ConfigError(f"{flag(name)} is about answers in evaluations: add --predict-with-generate.")
         return

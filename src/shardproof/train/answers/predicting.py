@@ -28,7 +28,7 @@ class PredictingTrainer(SftTrainer):
 
     Args:
         worth: what an answer is worth beside the right one, by the names of metrics.
-        max_new_tokens: the longest answer. Tokens are the likeliest, always.
+        sampling: how long answers are at most, and where they end. Tokens are the likeliest, always.
         told: called with the step and what became of each row; None on other ranks than the first.
 
     Raises:
@@ -39,12 +39,12 @@ class PredictingTrainer(SftTrainer):
         self,
         *args: Any,
         worth: Mapping[str, Metric],
-        max_new_tokens: int,
+        sampling: Sampling,
         told: Callable[[int, Sequence[Record]], None] | None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.worth, self.sampling, self.told = worth, Sampling(max_new_tokens=max_new_tokens), told
+        self.worth, self.sampling, self.told = worth, sampling, told
         self.tokenizer = tokenizer_of(self.processing_class)
         self._writer = Writer(self.model, self.tokenizer, "the model", self.accelerator.is_main_process)
         self._rows: Sequence[Feature] = unpacked(self.eval_dataset)

@@ -19,7 +19,7 @@ from shardproof.train.options.config import EIGHT_BITS, GALORE, MUON, SELECTIVE,
 from shardproof.train.options.option import first_given, flag
 from shardproof.train.options.tuners import FULL, LORA
 
-OF_ANSWERS = "predict_with_generate", "answer_metrics", "max_new_tokens"
+OF_ANSWERS = "predict_with_generate", "answer_metrics", "max_new_tokens", "stop_words"
 KEPT = {"row_cache": "only rows whose answers are learnt are kept"}
 LABELS = ("num_labels", "label_names", "problem_type")
 # Options that mean nothing to rows with labels, and why.

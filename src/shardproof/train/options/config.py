@@ -318,6 +318,7 @@ class SftConfig(LossOptions, RunConfig):
         " (default: exact_match)",
     )
     max_new_tokens: int = option("Output", 128, "the longest of these answers in tokens", ge=1)
+    stop_words: list[str] = option("Output", [], "texts before which these answers end")
 
     @property
     def recipe(self) -> str:

@@ -106,7 +106,7 @@ MEANT_FOR: dict[str, tuple[str, ...]] = {
     "epsilon": REWARDED,
     "epsilon_high": REWARDED,
     "mask_truncated_completions": REWARDED,
-    "max_completion_length": (*REWARDED, "gkd"),
+    **dict.fromkeys(("max_completion_length", "stop_words"), (*REWARDED, "gkd")),
     "temperature": (*REWARDED, "gkd"),
     "top_p": REWARDED,
     "top_k": REWARDED,

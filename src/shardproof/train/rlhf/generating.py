@@ -20,8 +20,9 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 from shardproof.errors import CheckpointError
 from shardproof.interrupts import left_to_rank
 from shardproof.train.rlhf.advantages import weighted
+from shardproof.train.rlhf.ends import EndsSampled
 from shardproof.train.rlhf.judging import Reads
-from shardproof.train.rlhf.mixin import OfTokens, RlhfMixin, listen, plain_of
+from shardproof.train.rlhf.mixin import RlhfMixin, listen, plain_of
 from shardproof.train.rlhf.pictures import NUMBER, are_pictured, in_parts
 from shardproof.train.rlhf.prompted import Prompted
 from shardproof.train.rlhf.resampling import WORTH, with_others
@@ -34,7 +35,7 @@ IMAGES, STEP = "images", "step"  # what TRL keeps of answers, and beside it in w
 ALIKE = 10  # batches in a row without a question whose answers differ in worth, which chance explains no more
 
 
-class Generating(OfTokens):
+class Generating(EndsSampled):
     """GRPO, RLOO, PPO. TRL deals out the prompts, so that every answer to one is judged against the others.
 
     `make_reference` gives the reference, where one is needed that is not the model without its adapters: TRL would load

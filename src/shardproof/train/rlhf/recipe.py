@@ -58,7 +58,7 @@ from shardproof.train.rlhf.rows import encode, form_of
 from shardproof.train.rlhf.teachers import TeacherServer, check_teacher_server, check_topk
 from shardproof.train.rlhf.tools import check_tools, load_tools
 from shardproof.train.rlhf.variants import warn_of_dropout
-from shardproof.train.rlhf.vllm import check_fits, check_server, drawn_without, of_student, room_of
+from shardproof.train.rlhf.vllm import check_fits, check_server, of_student, room_of, vllm_generates
 from shardproof.train.rows.media import check_backbone, media_limits
 from shardproof.train.rows.plain import warn_of_plain
 from shardproof.train.run import Prepared
@@ -91,6 +91,7 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
     check_tools(config)
     check_environments(config)
     check_algorithm(config, batch)
+    _check_ends(config)
     check_can_go_on(config)
     if config.adapters and (config.freeze or config.train_parts):
         raise ConfigError(  # asking the reference, PEFT makes all of them trainable again
@@ -115,6 +116,19 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
     if config.rlhf_type in REWARDED:
         batch.unit = "answers"
     return batch
+
+
+def _check_ends(config: RlhfConfig) -> None:
+    """Raise ConfigError for texts at which no answer can end."""
+    against = {
+        "mask_truncated_completions": "TRL takes an answer that ends at a text for one that was cut",
+        **dict.fromkeys(("tools", "environments"), "an answer stops at a call, and goes on behind it"),
+    }
+    for name, why in against.items():
+        if config.stop_words and getattr(config, name):
+            raise ConfigError(f"--stop-words and {flag(name)}: {why}. Leave one of them out.")
+    if config.stop_words and config.rlhf_type == "gkd" and not (config.lmbda or config.seq_kd):
+        raise ConfigError("--stop-words: with --lmbda 0 no answers are written. Leave it out, or add --seq-kd.")
 
 
 def check_scorer(config: RlhfConfig) -> None:
@@ -277,8 +291,9 @@ def train(prepared: RlhfPrepared, view: View, write: Write | None = None, signal
         from shardproof.train.rlhf.pictured_batches import collator_for
 
         collating["data_collator"] = collator_for(prepared.rows, kind, config.max_length, marks)
-    if kind in REWARDED and marks:
-        own["generation_kwargs"] = drawn_without(marks) if config.use_vllm else {"suppress_tokens": marks}
+    if kind in REWARDED and (marks or (config.stop_words and config.use_vllm)):
+        without = {"suppress_tokens": marks}
+        own["generation_kwargs"] = vllm_generates(marks, config.stop_words) if config.use_vllm else without
     if kind in REWARDED and config.use_vllm and config.vllm_mode == "colocate":
         own["vllm_max_model_length"] = room_of(config, model.config)
 
@@ -343,7 +358,7 @@ def _other_models(prepared: RlhfPrepared, model: Any) -> dict[str, Any]:
 
     config: RlhfConfig = prepared.config
     kind = config.rlhf_type
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"stop_words": config.stop_words} if config.stop_words else {}
     head: dict[str, Any] = {"num_labels": 1}
     if kind in REWARDED:
         functions = load_rewards(

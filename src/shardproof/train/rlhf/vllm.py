@@ -93,12 +93,13 @@ def of_student(config: RlhfConfig, model_config: Any, at_once: int) -> dict[str,
             "max_num_seqs": at_once * config.vllm_tensor_parallel_size,
         }
     how = {"temperature": config.temperature, "max_completion_length": config.max_completion_length, "logprobs": 0}
-    return {"mode": config.vllm_mode, **where, **how}
+    return {"mode": config.vllm_mode, **where, **how, "generation_kwargs": vllm_generates((), config.stop_words)}
 
 
-def drawn_without(tokens: Sequence[int]) -> dict[str, Any]:
-    """What keeps vLLM from drawing these tokens: it knows no `suppress_tokens`, and cuts a bias at 100."""
-    return {"logit_bias": dict.fromkeys(tokens, -100.0)}
+def vllm_generates(without: Sequence[int], stop: Sequence[str]) -> dict[str, Any]:
+    """What keeps vLLM from drawing tokens, and ends answers at texts: it knows no `suppress_tokens`, and cuts a bias at
+    100."""
+    return ({"logit_bias": dict.fromkeys(without, -100.0)} if without else {}) | ({"stop": [*stop]} if stop else {})
 
 
 def room_of(config: RlhfConfig, model_config: Any) -> int:

@@ -292,6 +292,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     import torch
 
     from shardproof.train.answers.predicting import PredictingTrainer
+    from shardproof.train.answers.sampling import Sampling
     from shardproof.train.model.fp8 import in_fp8
     from shardproof.train.trainer import SftTrainer
 
@@ -312,7 +313,8 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
         kind: Callable[..., SftTrainer] = SftTrainer
         if config.predict_with_generate:
             worth, told = answer_metrics(metrics_of(config), plugins), reporter and reporter.answered
-            kind = partial(PredictingTrainer, worth=worth, max_new_tokens=config.max_new_tokens, told=told)
+            sampling = Sampling(max_new_tokens=config.max_new_tokens, stop_words=config.stop_words)
+            kind = partial(PredictingTrainer, worth=worth, sampling=sampling, told=told)
         return kind(
             model=model,
             data_collator=collator(prepared, model),
