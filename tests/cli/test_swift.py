@@ -259,6 +259,7 @@ def test_what_is_printed_is_taken():
         ("--loss_scale default+ignore_empty_think", "--loss answer+ignore_empty_think"),
         ("--loss_scale last_round+ignore_empty_think", "--loss last_round+ignore_empty_think"),
         ("--loss_scale hermes", "--loss answer --token-weights hermes"),
+        ("--agent_template react_en", "--agent-template react_en"),
         ("--loss_scale default+react --loss_type loss_scale", "--loss answer --token-weights react"),
         (
             "--loss_scale last_round+hermes+ignore_empty_think+ignore_think_prefix",
@@ -330,7 +331,6 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--vllm_max_num_seqs 2", "vllm serve"),
         ("--lr 1e-4", "--learning-rate"),
         ("--galore_quantization true", "--galore-quantization true: an option of ms-swift without equivalent here"),
-        ("--agent_template hermes", "or by the one of --chat-template"),
         ("--train_dataloader_shuffle false", "equivalent here; rows are shuffled in each epoch, always"),
         (
             "--train_sampling_strategy sequential",

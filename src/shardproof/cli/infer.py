@@ -96,13 +96,17 @@ def _check(config: InferConfig) -> None:
         from shardproof.train.answers.metrics import check_names
 
         check_names(config.answer_metrics)
-    for name in ("chat_template", "template_variables"):
+    for name in ("chat_template", "agent_template", "template_variables"):
         if config.plain and getattr(config, name):
             raise ConfigError(f"--plain leaves the chat template out, and {options.flag(name)} is about it.")
     if config.chat_template:
         from shardproof.data.encoding.template_syntax import check_template
 
         check_template(config.chat_template)
+    if config.agent_template:
+        from shardproof.data.encoding.agents import check_agent
+
+        check_agent(config.agent_template)
 
 
 def _check_backend(config: InferConfig) -> None:
@@ -188,11 +192,12 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     if config.backend == VLLM:
         from shardproof.train.answers.by_vllm import AT_ONCE, ByVllm
 
-        longest, memory = config.vllm_max_model_len, config.vllm_gpu_memory_utilization
-        chat: Chat = ByVllm(folder, *how, processes=config.nproc, longest=longest, memory=memory)
+        longest, memory, agent = config.vllm_max_model_len, config.vllm_gpu_memory_utilization, config.agent_template
+        chat: Chat = ByVllm(folder, *how, processes=config.nproc, longest=longest, memory=memory, agent=agent)
         config.batch_size = config.batch_size if "batch_size" in config.model_fields_set else AT_ONCE
     else:
-        chat = Chat(folder, *how, plugins, loaded_as(folder, plugins, config.model_type), stage, media)
+        kind = loaded_as(folder, plugins, config.model_type)
+        chat = Chat(folder, *how, plugins, kind, stage, media, agent=config.agent_template)
     if config.seed is not None:
         torch.manual_seed(config.seed)
     sampling = Sampling(**{field.name: getattr(config, field.name) for field in fields(Sampling)})

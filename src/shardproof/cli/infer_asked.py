@@ -25,6 +25,11 @@ class InferConfig(BaseModel):
     chat_template: str | None = Field(
         None, description="'chatml', a file with a Jinja template, or the template itself (default: the model's)"
     )
+    agent_template: str | None = Field(
+        None,
+        description="how tools, calls and results are written: hermes, react_en, react_zh ... (default: as by the"
+        " model's template)",
+    )
     template_variables: dict[str, str] = Field({}, description="variables of the chat template: enable_thinking=false")
     plain: bool = Field(False, description="continue the prompt as it is, without a chat template")
     dataset: list[str] = Field(

@@ -75,7 +75,7 @@ def encoded_rows(config: Config, batch: Batch, rows: Any, processing: Any, check
     checks += data_checks.files(count, lost, leave_out)
     keep_day(tokenizer, day_of_rows(rows))
     try:
-        set_template(processing, config.chat_template, config.template_variables)
+        set_template(processing, config.chat_template, config.template_variables, config.agent_template)
         if not isinstance(config, RlhfDoctorConfig):
             check_spoken(config, rows)
         encoded = _encoded(config, rows, processing)

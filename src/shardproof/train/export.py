@@ -324,7 +324,7 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
         tell_other_weights(path.parent, source)
         check_begun(config, path)
     processing = load_processing(source, config)
-    set_template(processing, config.chat_template, config.template_variables)
+    set_template(processing, config.chat_template, config.template_variables, config.agent_template)
     if options.get("rlhf_type") == "rm":
         head = {"num_labels": 1, "pad_token_id": tokenizer_of(processing).pad_token_id}
         model = with_adapters(_ordinary(load_model(source, config, SCORER, **head)), config, "SEQ_CLS")

@@ -34,7 +34,8 @@ PLACES = (
     *("streaming", "shuffle_buffer_size", "interleave_prob", "stopping_strategy"),
 )
 CONTENTS = (
-    *("columns", "row_format", "max_length", "truncation", "system", "chat_template", "template_variables", "loss"),
+    *("columns", "row_format", "max_length", "truncation", "system", "chat_template", "agent_template"),
+    *("template_variables", "loss", "token_weights"),
     *("model_name", "model_author", "max_pixels", "max_frame_pixels", "max_frames", "fps", "plain"),
     *("max_image_tokens", "max_frame_tokens", "max_positives", "max_negatives"),
 )
@@ -58,7 +59,7 @@ FIXED = (
 )
 TOLD = (
     *("model", "lora_dropout", "freeze", "train_parts", "precision", "reduce_dtype", "fp8", "quantize", "epochs"),
-    *("token_weights", "freeze_parameters", "trainable_parameters", "neftune_noise_alpha", "label_smoothing_factor"),
+    *("freeze_parameters", "trainable_parameters", "neftune_noise_alpha", "label_smoothing_factor"),
     *("lisa_activated_layers", "lisa_step_interval"),
     *("router_aux_loss_coef", "pooling", "loss_temperature"),
     *("max_steps", "lr_scheduler", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "max_grad_norm"),

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardproof.checkpoint.folder import Lock, complete
+from shardproof.data.encoding.agents import check_agent
 from shardproof.data.encoding.dated import day_of, keep_day
 from shardproof.data.encoding.template import set_template
 from shardproof.data.encoding.template_syntax import check_template
@@ -158,6 +159,8 @@ def check(config: RunConfig, world_size: int) -> Batch:
     check_bits(config)
     if config.chat_template:
         check_template(config.chat_template)
+    if config.agent_template:
+        check_agent(config.agent_template)
     RunFolder.check(config)
     check_saving(config)
     check_evaluation(config)
@@ -199,7 +202,7 @@ def prepare(
         if not config.external_plugins:
             check_can_unpack(source)
         processing = load_processing(source, config)
-        set_template(processing, config.chat_template, config.template_variables)
+        set_template(processing, config.chat_template, config.template_variables, config.agent_template)
         tokenizer = tokenizer_of(processing)
         keep_day(tokenizer, day_of_run(begin[0]) if begin else day_of_rows(rows))
         config = check_named_parts(source, config, model_kind)

@@ -71,7 +71,7 @@ def show(config: SftConfig, count: int) -> tuple[list[Shown], Any]:
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
         source = run.model_source(config, Path(scratch) / BASE, rows)
         processing = load_processing(source, config)
-        set_template(processing, config.chat_template, config.template_variables)
+        set_template(processing, config.chat_template, config.template_variables, config.agent_template)
         report = recipe.encode(config, rows, processing).report
         config = config.model_copy(update={"workers": 0, "packing": False})  # for one row at a time
         return [_shown(config, rows[i : i + 1], processing) for i in range(min(count, len(rows)))], report

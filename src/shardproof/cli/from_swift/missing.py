@@ -112,7 +112,7 @@ MISSING = {
                 "optim_args",
                 "model_kwargs",
             ),
-            *("agent_template", "hub_token", "hub_model_id"),
+            *("hub_token", "hub_model_id"),
             *("per_device_eval_batch_size", "data_seed", "max_epochs", "multi_turn_scheduler"),
             *("response_prefix", "use_chat_template", "max_turns", "gym_env", "label_names"),
             *("problem_type", "router_aux_loss_coef", "experts_impl"),
@@ -173,7 +173,6 @@ INSTEAD = {
     "model_kwargs": "--max-pixels and --max-frames say how much of a file is taken",
     "enable_channel_loss": "--val-dataset FILE FILE tells the loss of each file, of rows of one kind",
     "response_prefix": "what every answer begins with is written by the template: --chat-template",
-    "agent_template": "tools are written by the tokenizer's own template, or by the one of --chat-template",
     "loss_scale": "'shardproof sft' takes last_round, all and default, each with react, hermes, qwen, agentflan,"
     " alpha_umi, ignore_think_prefix and (but all) ignore_empty_think behind a +; patterns of one's own are"
     " --token-weights FILE.json",

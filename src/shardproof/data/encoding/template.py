@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from shardproof.data.encoding.agents import goes_on, with_agent
 from shardproof.data.encoding.dated import on_day
 from shardproof.data.encoding.template_variables import with_defaults
 from shardproof.errors import ConfigError
@@ -27,23 +28,27 @@ BUILT_IN = {"chatml": CHATML}
 MARK = "zqShardproofTextzq"
 
 
-def set_template(processing: Any, template: str | None, variables: Mapping[str, str] | None = None) -> None:
+def set_template(
+    processing: Any, template: str | None, variables: Mapping[str, str] | None = None, agent: str | None = None
+) -> None:
     """Give a tokenizer, or a processor and its own, a chat template. None leaves the one that it has.
 
     Args:
         template: `chatml`, a file with Jinja in it, or the Jinja itself.
         variables: what the template is to find set where nobody sets it, such as `enable_thinking`; `true`, `false` and
             numbers are meant as such. They become part of the template, so that they stay with it.
+        agent: the form of tools and calls, see `agents.py`, which becomes a part of it, too.
 
     Raises:
         ConfigError: there is no such file and no built-in template of that name, it fails on a plain conversation, or
             it asks for no variable of that name.
     """
-    if template is None and not variables:
+    if template is None and not variables and agent is None:
         return
     tokenizer = getattr(processing, "tokenizer", processing)
     text = tokenizer.chat_template if template is None else template_text(template)
-    tokenizer.chat_template = with_defaults(text, variables) if variables else text
+    text = with_defaults(text, variables) if variables else text
+    tokenizer.chat_template = with_agent(text, agent) if agent else text
     if processing is not tokenizer:
         processing.chat_template = tokenizer.chat_template  # a processor is saved with its own
     Template(tokenizer)
@@ -116,8 +121,9 @@ class Template:
         self._tokenizer = tokenizer
         dated = template if day is None else on_day(template, day)
         self._dated = {"chat_template": dated} if dated != template else {}
-        self._in_parts = False
-        self.has_markers = isinstance(template, str) and bool(re.search(r"\{%-?\s*generation\s*-?%\}", template))
+        self._in_parts, self._goes_on = False, goes_on(template)
+        marks = isinstance(template, str) and bool(re.search(r"\{%-?\s*generation\s*-?%\}", template))
+        self.has_markers = marks and not self._goes_on  # they would be around the results in an answer, too
         self._probe()
 
     def _probe(self) -> None:
@@ -133,7 +139,10 @@ class Template:
         raise ConfigError(f"The chat template fails on one question and its answer: {str(errors[0]).rstrip('.')}.")
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False, **extra: Any) -> str:
-        """The text of a conversation; `prompt` adds what opens the next answer."""
+        """The text of a conversation; `prompt` adds what opens the next answer, or, where it goes on behind a result,
+        nothing."""
+        if prompt and self._goes_on and messages[-1]["role"] == "tool":
+            return self._before_text([*messages, _PAIR[1]], len(messages), extra)
         return self._tokenizer.apply_chat_template(
             self._prepared(messages),
             tokenize=False,
@@ -259,6 +268,8 @@ class Template:
             ends = [at + len(end) for end in self._turn_ends if (at := before.find(end, after)) >= 0]
             if ends:
                 return start, min(ends)
+            if self._goes_on and messages[i + 1]["role"] == "tool":
+                return start, len(before)
         raise ValueError(f"cannot tell where the answer of messages[{i}] ends in what the chat template makes of it")
 
     def _start(self, messages: Sequence[Message], i: int, text: str, extra: Mapping[str, Any]) -> int:

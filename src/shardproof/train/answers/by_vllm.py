@@ -42,6 +42,7 @@ class ByVllm(Chat):
         processes: GPUs that hold the model between them.
         longest: tokens of a question and its answer together; None: as many as the model is made for.
         memory: the share of a GPU's memory that vLLM takes; None: its own default.
+        agent: the form of tools and calls, as of `set_template`.
 
     Raises:
         ConfigError: the folder has adapters or a model that takes files, or vLLM cannot load it.
@@ -54,6 +55,7 @@ class ByVllm(Chat):
         processes: int = 1,
         longest: int | None = None,
         memory: float | None = None,
+        agent: str | None = None,
     ) -> None:
         options = {"max_model_len": longest, "gpu_memory_utilization": memory}
         self._options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
@@ -63,7 +65,7 @@ class ByVllm(Chat):
                 f"--backend vllm is given whole models, and {folder} has adapters.\nMerge them, and ask the result: "
                 f"shardproof export {folder.parent} FOLDER, then infer FOLDER --backend vllm."
             )
-        super().__init__(folder, *how)
+        super().__init__(folder, *how, agent=agent)
 
     def load(self) -> None:
         """Have vLLM load the model."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
+from shardproof.data.encoding.agents import goes_on
 from shardproof.data.encoding.encode import begin_of_text
 from shardproof.data.encoding.seen import Seen
 from shardproof.data.encoding.template import Template, set_template
@@ -78,6 +79,8 @@ class Chat(Loaded):
         model_type: str | None = None,
         stage: int | None = None,
         media: RunConfig | None = None,
+        *,
+        agent: str | None = None,
     ) -> None:
         if judges(folder):
             raise ConfigError(
@@ -85,7 +88,7 @@ class Chat(Loaded):
             )
         super().__init__(folder, partial(causal_lm, plugins=plugins, model_type=model_type), trust_remote_code, stage)
         self.plain, self._media = plain, media or SftConfig()
-        set_template(self.processing, template, variables)
+        set_template(self.processing, template, variables, agent)
         if not plain and not self.tokenizer.chat_template:
             raise ConfigError(
                 f"The tokenizer in {folder} has no chat template.\n"
@@ -225,6 +228,16 @@ class Chat(Loaded):
             return Seen(Template(self.tokenizer))
         return None
 
+    def _asked(self, turns: Sequence[Mapping[str, Any]], tools: Any) -> str:
+        """The text of a question in the model's chat template; where an answer goes on behind what a tool has said, up
+        to there."""
+        if goes_on(self.tokenizer.chat_template):
+            return Template(self.tokenizer).render(turns, prompt=True, tools=tools)
+        text: str = self.tokenizer.apply_chat_template(
+            list(turns), tools=tools, add_generation_prompt=True, tokenize=False
+        )
+        return text
+
     def _inputs(self, questions: Sequence[Question]) -> Any:
         """What the model is given for questions that are alike, padded on the left, on its device."""
         from transformers import BatchFeature
@@ -238,12 +251,7 @@ class Chat(Loaded):
             begin = begin_of_text(self.tokenizer)  # which it puts there by itself
             texts = [question.messages[-1]["content"].removeprefix(begin) for question in questions]
         else:
-            texts = [
-                self.tokenizer.apply_chat_template(
-                    self._turns(question), tools=question.tools, add_generation_prompt=True, tokenize=False
-                )
-                for question in questions
-            ]
+            texts = [self._asked(self._turns(question), question.tools) for question in questions]
         padding: dict[str, Any] = {"padding": True, "padding_side": "left"} if len(texts) > 1 else {}
         if padding and self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token

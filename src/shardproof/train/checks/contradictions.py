@@ -38,6 +38,7 @@ NOT_OF_LABELS = {
 }
 # The same of rows whose texts are embedded.
 NOT_OF_EMBEDDINGS = {
+    "agent_template": "texts that are embedded call no tools",
     "packing": "a text has an embedding of its own",
     "streaming": "texts are counted before",
     **dict.fromkeys(("loss_type", "label_smoothing_factor", "token_weights"), "no tokens are learnt"),
@@ -53,6 +54,7 @@ NOT_OF_EMBEDDINGS = {
     **dict.fromkeys(LABELS, "nothing is told apart"),
 }
 NOT_OF_PAIRS = {
+    "agent_template": "pairs call no tools",
     **{name: why for name, why in NOT_OF_LABELS.items() if name != "loss"},
     "metrics": "metrics of plugins look at labels",
     **dict.fromkeys(LABELS, "there is one score"),
@@ -292,7 +294,12 @@ def _check_task(config: RunConfig) -> None:
     if task in NOT_OF and TALKER in (config.train_parts or ()):
         what = "a vector" if task == "embedding" else "scores"
         raise ConfigError(f"--train-parts {TALKER}: nobody asks a {TALKER} for {what}. Leave it out.")
-    of_template = ("chat_template", "template_variables", *(("system",) if config.recipe == "sft" else ()))
+    of_template = (
+        "chat_template",
+        "agent_template",
+        "template_variables",
+        *(("system",) if config.recipe == "sft" else ()),
+    )
     if getattr(config, "plain", False) and (given := first_given(config, of_template)):
         raise ConfigError(f"--plain leaves the chat template out, and {given} is about one. Give one of them.")
 
