@@ -259,7 +259,7 @@ def test_what_is_printed_is_taken():
         ("--loss_scale default+ignore_empty_think", "--loss answer+ignore_empty_think"),
         ("--loss_scale last_round+ignore_empty_think", "--loss last_round+ignore_empty_think"),
         ("--loss_scale hermes", "--loss answer --token-weights hermes"),
-        ("--agent_template react_en", "--agent-template react_en"),
+        ("--agent_template react_en --response_prefix ''", "--agent-template react_en"),
         ("--loss_scale default+react --loss_type loss_scale", "--loss answer --token-weights react"),
         (
             "--loss_scale last_round+hermes+ignore_empty_think+ignore_think_prefix",
@@ -331,6 +331,10 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--vllm_max_num_seqs 2", "vllm serve"),
         ("--lr 1e-4", "--learning-rate"),
         ("--galore_quantization true", "--galore-quantization true: an option of ms-swift without equivalent here"),
+        (
+            "--response_prefix '<think>'",
+            "'shardproof infer' has it; in training what every answer begins with is written",
+        ),
         ("--train_dataloader_shuffle false", "equivalent here; rows are shuffled in each epoch, always"),
         (
             "--train_sampling_strategy sequential",
@@ -415,7 +419,7 @@ def test_texts_at_which_answers_end_are_brought_over():
         "swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs format --stop_words Observation: '</end>'"
     )
     assert missing == []
-    assert "--stop-words Observation: '</end>'" in command
+    assert options(command)["--stop-words"] == "Observation: '</end>'"
 
 
 def test_losses_of_dpo_are_its_own_where_rpo_adds_nothing():

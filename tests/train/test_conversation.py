@@ -101,3 +101,23 @@ def test_files_are_looked_at_before_anything_is_asked(tiny: Path, say: Say, caps
     said = capsys.readouterr()
     assert "you>" not in said.out
     assert "error: There is a file of kind image, and this model takes text only.\n" in said.err
+
+
+def test_every_answer_begins_with_what_it_is_to_begin_with(short: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    """It stands in the prompt and in the answer, whichever way that is shown, and the folder keeps its template."""
+    opened = Chat(short.folder, prefix="<think>\n")
+    asked_for, sampling = [{"role": "user", "content": "a"}], Sampling(4)
+    answer = opened.answer(asked_for, sampling)
+    assert answer.startswith("<think>\n")
+    assert "".join(opened.stream(asked_for, sampling)).strip() == answer
+    template = short.tokenizer.chat_template + "{%- if add_generation_prompt %}<think>\n{% endif %}"
+    assert answer == "<think>\n" + Chat(short.folder, template=template).answer(asked_for, sampling)
+    how = ["infer", str(short.folder), "--prompt", "a", "--max-new-tokens", "4", "--temperature", "0"]
+    assert main([*how, "--response-prefix", "<think>\\n"]) == 0
+    assert capsys.readouterr().out.strip() == answer
+    assert Chat(short.folder).tokenizer.chat_template == short.tokenizer.chat_template
+
+
+def test_without_a_template_no_answer_is_opened(short: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["infer", str(short.folder), "--prompt", "a", "--plain", "--response-prefix", "x"]) == 2
+    assert "--plain leaves the chat template out, and --response-prefix is about it" in capsys.readouterr().err

@@ -96,7 +96,7 @@ def _check(config: InferConfig) -> None:
         from shardproof.train.answers.metrics import check_names
 
         check_names(config.answer_metrics)
-    for name in ("chat_template", "agent_template", "template_variables"):
+    for name in ("chat_template", "agent_template", "template_variables", "response_prefix"):
         if config.plain and getattr(config, name):
             raise ConfigError(f"--plain leaves the chat template out, and {options.flag(name)} is about it.")
     if config.chat_template:
@@ -189,15 +189,16 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     worth = answer_metrics(config.answer_metrics, plugins)
     row_format = (config.row_format, plugins.find("row format", config.row_format)) if config.row_format else None
     how = (config.trust_remote_code, config.chat_template, config.template_variables, config.plain)
+    opens: Any = {"agent": config.agent_template, "prefix": config.response_prefix.replace("\\n", "\n")}
     if config.backend == VLLM:
         from shardproof.train.answers.by_vllm import AT_ONCE, ByVllm
 
-        longest, memory, agent = config.vllm_max_model_len, config.vllm_gpu_memory_utilization, config.agent_template
-        chat: Chat = ByVllm(folder, *how, processes=config.nproc, longest=longest, memory=memory, agent=agent)
+        longest, memory = config.vllm_max_model_len, config.vllm_gpu_memory_utilization
+        chat: Chat = ByVllm(folder, *how, processes=config.nproc, longest=longest, memory=memory, **opens)
         config.batch_size = config.batch_size if "batch_size" in config.model_fields_set else AT_ONCE
     else:
         kind = loaded_as(folder, plugins, config.model_type)
-        chat = Chat(folder, *how, plugins, kind, stage, media, agent=config.agent_template)
+        chat = Chat(folder, *how, plugins, kind, stage, media, **opens)
     if config.seed is not None:
         torch.manual_seed(config.seed)
     sampling = Sampling(**{field.name: getattr(config, field.name) for field in fields(Sampling)})

@@ -30,6 +30,7 @@ class InferConfig(BaseModel):
         description="how tools, calls and results are written: hermes, react_en, react_zh ... (default: as by the"
         " model's template)",
     )
+    response_prefix: str = Field("", description="what every answer begins with: '<think>\\n'")
     template_variables: dict[str, str] = Field({}, description="variables of the chat template: enable_thinking=false")
     plain: bool = Field(False, description="continue the prompt as it is, without a chat template")
     dataset: list[str] = Field(

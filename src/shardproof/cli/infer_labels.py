@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 WRITING = (
     *("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "num_beams", "stop_words", "seed"),
-    *("answer_metrics", "agent_template"),
+    *("answer_metrics", "agent_template", "response_prefix"),
 )
 OF_PLUGINS = ("external_plugins", "model_type", "row_format")
 MOST = 10  # probabilities that are shown

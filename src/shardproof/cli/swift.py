@@ -380,8 +380,9 @@ def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str])
         idle = (*idle, "drop_last")
     if values.get("task", [""])[0] not in OF_TASK:
         idle = (*idle, *OF_TASK["reranker"])
+    of_answers = OF_ANSWERS if "rlhf_type" not in values else ()  # there they are learnt from
     if not _answers(values):
-        idle = (*idle, *OF_ANSWERS)
+        idle = (*idle, *of_answers)
     if not (_is_on(values, "keep_best") or "early_stop" in values):
         idle = (*idle, "best_metric")
     if values.get("sequence_parallel", ["1"]) != ["1"]:
@@ -395,7 +396,7 @@ def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str])
     if not _holds_out(values) and not {"keep_best", "early_stop"} & set(values):
         notes += [
             f"{options.flag(name)} {' '.join(values.pop(name))} is left out: there are no rows to evaluate on"
-            for name in (*EVALUATIONS, *OF_ANSWERS)
+            for name in (*EVALUATIONS, *of_answers)
             if name in values
         ]
     notes += [

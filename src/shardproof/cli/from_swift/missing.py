@@ -97,6 +97,7 @@ MISSING = {
         ),
         ("false",),
     ),
+    "response_prefix": ("none", ""),
     "norm_bbox": (),  # 'none' asks for pixels
     "galore_proj_type": ("std",),
     **dict.fromkeys(("train_dataloader_shuffle", "bnb_4bit_use_double_quant", "add_non_thinking_prefix"), ("true",)),
@@ -114,7 +115,7 @@ MISSING = {
             ),
             *("hub_token", "hub_model_id"),
             *("per_device_eval_batch_size", "data_seed", "max_epochs", "multi_turn_scheduler"),
-            *("response_prefix", "use_chat_template", "max_turns", "gym_env", "label_names"),
+            *("use_chat_template", "max_turns", "gym_env", "label_names"),
             *("problem_type", "router_aux_loss_coef", "experts_impl"),
             *("generation_batch_size", "teacher_tag_key"),
             *("shuffle_buffer_size", "download_mode", "local_repo_path", "init_strategy"),
@@ -172,7 +173,8 @@ INSTEAD = {
     "freeze_parameters_ratio": r"--freeze-parameters takes regular expressions for names, such as 'layers\.[0-9]\.'",
     "model_kwargs": "--max-pixels and --max-frames say how much of a file is taken",
     "enable_channel_loss": "--val-dataset FILE FILE tells the loss of each file, of rows of one kind",
-    "response_prefix": "what every answer begins with is written by the template: --chat-template",
+    "response_prefix": "'shardproof infer' has it; in training what every answer begins with is written by the"
+    " template: --chat-template",
     "loss_scale": "'shardproof sft' takes last_round, all and default, each with react, hermes, qwen, agentflan,"
     " alpha_umi, ignore_think_prefix and (but all) ignore_empty_think behind a +; patterns of one's own are"
     " --token-weights FILE.json",

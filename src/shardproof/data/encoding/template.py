@@ -13,7 +13,7 @@ from typing import Any
 
 from shardproof.data.encoding.agents import goes_on, with_agent
 from shardproof.data.encoding.dated import on_day
-from shardproof.data.encoding.template_variables import with_defaults
+from shardproof.data.encoding.template_variables import with_defaults, with_prefix
 from shardproof.errors import ConfigError
 from shardproof.models.chatml import CHATML
 
@@ -29,7 +29,11 @@ MARK = "zqShardproofTextzq"
 
 
 def set_template(
-    processing: Any, template: str | None, variables: Mapping[str, str] | None = None, agent: str | None = None
+    processing: Any,
+    template: str | None,
+    variables: Mapping[str, str] | None = None,
+    agent: str | None = None,
+    prefix: str = "",
 ) -> None:
     """Give a tokenizer, or a processor and its own, a chat template. None leaves the one that it has.
 
@@ -38,17 +42,19 @@ def set_template(
         variables: what the template is to find set where nobody sets it, such as `enable_thinking`; `true`, `false` and
             numbers are meant as such. They become part of the template, so that they stay with it.
         agent: the form of tools and calls, see `agents.py`, which becomes a part of it, too.
+        prefix: what it begins answers with.
 
     Raises:
         ConfigError: there is no such file and no built-in template of that name, it fails on a plain conversation, or
             it asks for no variable of that name.
     """
-    if template is None and not variables and agent is None:
+    if template is None and not variables and agent is None and not prefix:
         return
     tokenizer = getattr(processing, "tokenizer", processing)
     text = tokenizer.chat_template if template is None else template_text(template)
     text = with_defaults(text, variables) if variables else text
-    tokenizer.chat_template = with_agent(text, agent) if agent else text
+    text = with_agent(text, agent) if agent else text
+    tokenizer.chat_template = with_prefix(text, prefix) if prefix else text
     if processing is not tokenizer:
         processing.chat_template = tokenizer.chat_template  # a processor is saved with its own
     Template(tokenizer)

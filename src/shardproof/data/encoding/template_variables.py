@@ -26,6 +26,14 @@ def with_defaults(template: Any, variables: Mapping[str, str]) -> str:
     return "".join(lines) + template
 
 
+def with_prefix(template: Any, prefix: str) -> str:
+    """A template that begins answers with a text, where it opens one. Raises ConfigError for one that is none."""
+    if not isinstance(template, str):
+        raise ConfigError("--response-prefix: the tokenizer has no chat template, or several. Add --chat-template.")
+    text = json.dumps(prefix, ensure_ascii=False)
+    return f"{template}{{%- if add_generation_prompt %}}{{{{- {text} }}}}{{%- endif %}}"
+
+
 def _asked_for(template: str) -> set[str]:
     """The variables that a template expects to be given."""
     from jinja2 import TemplateSyntaxError, meta

@@ -42,7 +42,7 @@ class ByVllm(Chat):
         processes: GPUs that hold the model between them.
         longest: tokens of a question and its answer together; None: as many as the model is made for.
         memory: the share of a GPU's memory that vLLM takes; None: its own default.
-        agent: the form of tools and calls, as of `set_template`.
+        agent, prefix: as of `set_template`.
 
     Raises:
         ConfigError: the folder has adapters or a model that takes files, or vLLM cannot load it.
@@ -56,6 +56,7 @@ class ByVllm(Chat):
         longest: int | None = None,
         memory: float | None = None,
         agent: str | None = None,
+        prefix: str = "",
     ) -> None:
         options = {"max_model_len": longest, "gpu_memory_utilization": memory}
         self._options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
@@ -65,7 +66,7 @@ class ByVllm(Chat):
                 f"--backend vllm is given whole models, and {folder} has adapters.\nMerge them, and ask the result: "
                 f"shardproof export {folder.parent} FOLDER, then infer FOLDER --backend vllm."
             )
-        super().__init__(folder, *how, agent=agent)
+        super().__init__(folder, *how, agent=agent, prefix=prefix)
 
     def load(self) -> None:
         """Have vLLM load the model."""
@@ -104,7 +105,7 @@ class ByVllm(Chat):
             pairs = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
             tokens = self._writer.write([ids[real].tolist() for ids, real in pairs], sampling, alike[0].plain)
             found.update(zip(group, self._writer.texts(tokens, sampling), strict=True))
-        return [found[i] for i in range(len(questions))]
+        return [self.prefix + found[i] for i in range(len(questions))]
 
 
 class WritesByVllm(Tells):

@@ -81,14 +81,15 @@ class Chat(Loaded):
         media: RunConfig | None = None,
         *,
         agent: str | None = None,
+        prefix: str = "",
     ) -> None:
         if judges(folder):
             raise ConfigError(
                 f"The model in {folder} rewards answers, and writes none: rlhf takes it as --reward-model."
             )
         super().__init__(folder, partial(causal_lm, plugins=plugins, model_type=model_type), trust_remote_code, stage)
-        self.plain, self._media = plain, media or SftConfig()
-        set_template(self.processing, template, variables, agent)
+        self.plain, self._media, self.prefix = plain, media or SftConfig(), prefix
+        set_template(self.processing, template, variables, agent, prefix)
         if not plain and not self.tokenizer.chat_template:
             raise ConfigError(
                 f"The tokenizer in {folder} has no chat template.\n"
@@ -135,6 +136,8 @@ class Chat(Loaded):
         thread = Thread(target=work, daemon=True)
         thread.start()
         try:
+            if self.prefix:
+                yield self.prefix
             yield from sampling.shown(streamer)
         finally:  # whoever stops listening stops the model
             enough.set()
@@ -161,7 +164,7 @@ class Chat(Loaded):
                 alike = [questions[i] for i in group]
                 tokens = self._writer.write(self._inputs(alike), sampling, alike[0].plain)
                 found.update(zip(group, self._writer.texts(tokens, sampling), strict=True))
-        return [found[i] for i in range(len(questions))]
+        return [self.prefix + found[i] for i in range(len(questions))]
 
     def _alike(self, questions: Sequence[Question]) -> list[list[int]]:
         """Which of them a model can be asked at once."""
