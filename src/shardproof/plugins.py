@@ -54,7 +54,7 @@ KINDS = {
     ),
     "metric": Kind("--metrics"),
     "answer metric": Kind("--answer-metrics", ("exact_match", "accuracy", "rouge_l", "bleu", "chrf")),
-    "reward": Kind("--reward-funcs", ("accuracy", "format", "length")),
+    "reward": Kind("--reward-funcs", ("accuracy", "format", "length", "react_format", "toolbench")),
     "optimizer": Kind("--optimizer", ("adamw", "adamw_8bit", "muon", "galore", "adafactor")),
     "callback": Kind("--callbacks"),
 }

@@ -50,6 +50,46 @@ def test_format_wants_the_whole_answer() -> None:
     assert tagged(completions=["<think>a\nb</think> <answer>4</answer>", "4"]) == [1, 0]
 
 
+SOLUTION = 'Thought: so\nAction: add\nAction Input: {"a": 1, "b": 2}'
+
+
+@pytest.mark.parametrize(
+    ("answer", "worth"),
+    [
+        ('<think>x</think>\nAction: add\nAction Input: {"b": 2, "a": 1}\nObservation:', 1),
+        ('Action: take\nAction Input: {}\nObservation: 3\nAction: add\nAction Input: {"a": 1, "b": 2}', 1),
+        ('Action: add\nAction Input: {"a": 1}', 0),
+        ('Action: take\nAction Input: {"a": 1, "b": 2}', 0),
+        ("Action: add\nAction Input: a and b", 0),
+        ("Action: add", 0),
+        ("It is 3.", 0),
+    ],
+)
+def test_a_call_is_worth_what_that_of_the_solution_is(answer: str, worth: int) -> None:
+    (reward,) = load_rewards(["toolbench"], PATTERN, 10)
+    assert reward(completions=turns(answer), solution=[SOLUTION]) == [worth]
+    assert reward(completions=[answer], solution=[SOLUTION]) == [worth]
+
+
+def test_calls_without_an_input_or_with_words_are_compared_as_they_stand() -> None:
+    (reward,) = load_rewards(["toolbench"], PATTERN, 10)
+    bare, words = "Action: list", "Action: ask\nAction Input: who is it"
+    assert reward(
+        completions=[bare, f"{bare}\nAction Input: {{}}", words, bare], solution=[bare, bare, words, words]
+    ) == [
+        *(1, 1, 1, 0),
+    ]
+    with pytest.raises(ConfigError, match=r"toolbench .*solution"):
+        check_columns_for(["toolbench"], {"answer"})
+
+
+def test_the_form_of_react_thinks_and_calls() -> None:
+    (reward,) = load_rewards(["react_format"], PATTERN, 10)
+    good = "<think>a\nb</think>\n\nAction: add\nAction Input: {}\nObservation:"
+    bad = ["Action: add\nAction Input: {}", "<think>a</think>\nso: Action: add\nAction Input: {}", f"so {good}", ""]
+    assert reward(completions=turns(good, *bad)) == [1, 0, 0, 0, 0]
+
+
 def test_length_is_what_is_left() -> None:
     (reward,) = load_rewards(["length"], PATTERN, 10)
     assert reward(completions=["", "", ""], completion_ids=[[], [1] * 5, [1] * 10]) == [1, 0.5, 0]

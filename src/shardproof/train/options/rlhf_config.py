@@ -114,7 +114,9 @@ class RlhfConfig(RunConfig):
     )
 
     reward_funcs: list[str] = option(
-        "Rewards", [], "functions that score answers: accuracy, format, length, FILE.py:FUNCTION or a plugin's name"
+        "Rewards",
+        [],
+        "functions that score answers: accuracy, format, length, toolbench, react_format, FILE.py:FUNCTION, a plugin's",
     )
     reward_weights: list[Finite] = option(
         "Rewards", [], "weight of each of --reward-funcs, then of each --reward-model (default: 1)"

@@ -19,6 +19,7 @@ from shardproof.train.options.config import Batch
 from shardproof.train.options.patterns import check_pattern
 from shardproof.train.options.rlhf_config import REWARDED, RlhfConfig
 from shardproof.train.plugin_calls import place_of
+from shardproof.train.rlhf import react
 from shardproof.train.rlhf.environments import check_environments_for
 from shardproof.train.rlhf.functions import check_there, function_of, is_in_file
 from shardproof.train.rlhf.reward_calls import TAKEN, Judges, misfit
@@ -149,6 +150,7 @@ def _found(
     names: Sequence[str], pattern: str, longest: int, plugins: Plugins | None = None
 ) -> list[tuple[str, Reward]]:
     built_in = {"accuracy": accuracy, "format": format_reward(pattern), "length": length_reward(longest)}
+    built_in |= react.rewards(text_of)
     registered = {name: plugins.find("reward", name) for name in plugins.names("reward")} if plugins else {}
     known = built_in | registered
     return [(name, known[name] if name in known else _from_file(name)) for name in names]
