@@ -80,7 +80,6 @@ def test_a_command_is_the_one_here(command, theirs, ours):
         ("infer", "--adapters a b", "one folder is meant"),
         ("infer", "--model m --infer-backend lmdeploy", "--backend takes transformers and vllm"),
         ("infer", "--model m --logprobs true", "vllm serve FOLDER"),
-        ("infer", "--model m --agent-template hermes", "--agent-template hermes: an option of ms-swift without"),
         ("infer", "--model m --per-device-train-batch-size 2", "an option of ms-swift without equivalent here"),
         ("export", "--model m --to-cached-dataset true", "'shardproof data encode' does that"),
         (
