@@ -16,6 +16,7 @@ from shardproof.train.losses.chunked import chunked_cross_entropy
 from shardproof.train.losses.shortcuts import check_weighed_loss
 from shardproof.train.losses.tokens import weighed_loss
 from shardproof.train.options.config import SftConfig
+from shardproof.train.options.places import from_anywhere
 from shardproof.train.run import recipe_of
 from train.token_losses import assert_same, drawn
 
@@ -184,3 +185,11 @@ def test_a_model_whose_loss_has_another_term_is_refused(tiny: Path) -> None:
     model.forward = with_a_term
     with pytest.raises(ConfigError, match="is not the mean cross entropy of its tokens"):
         check_weighed_loss(model, inputs)
+
+
+def test_a_run_records_where_a_file_of_weights_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.json").write_text('{"a": 2}')
+    (tmp_path / "hermes").mkdir()  # is no set of weights
+    monkeypatch.chdir(tmp_path)
+    assert from_anywhere("token_weights", ["hermes", "mine.json"]) == ["hermes", str(tmp_path / "mine.json")]
+    assert "token_weights" in SftConfig.sources

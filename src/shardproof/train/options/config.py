@@ -236,6 +236,7 @@ class SftConfig(LossOptions, RunConfig):
     """Every option of a supervised fine-tuning run."""
 
     command = "sft"
+    sources = (*RunConfig.sources, "token_weights")
     new_special_tokens: list[str] = option(
         "Model", [], "tokens to add to the model's vocabulary, or a .txt file with one a line"
     )

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-WORDS = ("", "tiny", "stdlib", "same")  # values that are none of these, whatever lies here under such a name
+from shardproof.data.encoding.weights import BUILT_IN
+
+# Values that are none of these, whatever lies here under such a name.
+WORDS = ("", "tiny", "stdlib", "same", *BUILT_IN)
 FOLDERS = ("model", "ref_model", "teacher_model", "reward_model", "value_model", "adapters", "ref_adapters")
 FUNCTIONS = ("reward_funcs", "tools", "environments")  # others of these are built in, or a plugin's
 
