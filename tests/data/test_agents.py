@@ -129,6 +129,23 @@ def test_a_prompt_ends_where_the_answer_goes_on(tokenizer: Any, name: str) -> No
         tokenizer.apply_chat_template(TURNS[:-1], tools=TOOLS, add_generation_prompt=True, tokenize=False)
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\nObservation:"])
+def test_a_result_has_a_line_of_its_own_behind_a_call_that_is_written_out(tokenizer: Any, end: str) -> None:
+    called = says("assistant", f"Action: add\nAction Input: {{}}{end}")
+    text = of_form(tokenizer, "react_en").render([says("user", "a"), called, says("tool", "3"), says("assistant", "b")])
+    assert "Action Input: {}\nObservation:3\nb<|im_end|>" in text
+
+
+def test_thinking_that_a_form_has_no_place_for_is_not_lost(tokenizer: Any, write: Any) -> None:
+    turns = [says("user", "a"), calling("", 1), says("tool", "3"), {**says("assistant", "b"), "reasoning_content": "c"}]
+    file = write("rows.jsonl", [{"messages": turns, "tools": TOOLS}])
+    of_form(tokenizer, "react_en", (PUBLISHED / "qwen3.jinja").read_text())
+    with pytest.raises(DataError, match="'reasoning_content' of an answer behind a result"):
+        encode_rows(read_rows([file], form=SFT), tokenizer, max_length=None, bad_rows="skip")
+    of_form(tokenizer, "hermes", (PUBLISHED / "qwen3.jinja").read_text())
+    assert encode_rows(read_rows([file], form=SFT), tokenizer, max_length=None)
+
+
 def test_keys_weigh_what_they_weigh_in_a_text(tokenizer: Any, write: Any) -> None:
     of_form(tokenizer, "react_en")
     rows = read_rows([write("rows.jsonl", [{"messages": TURNS, "tools": TOOLS}])], form=SFT)
@@ -182,6 +199,19 @@ def test_a_template_has_one_form_in_front(tokenizer: Any) -> None:
     assert agent_of(PLAIN_CHATML) is None
     set_template(tokenizer, PLAIN_CHATML, None, "qwen_zh")
     assert agent_of(tokenizer.chat_template) == "qwen_zh"
+
+
+def test_variables_of_the_template_leave_the_form_in_front_of_it(tokenizer: Any) -> None:
+    own = PLAIN_CHATML + "{%- if add_generation_prompt and short %}{{- 'So' }}{%- endif %}"
+    set_template(tokenizer, own, None, "react_en")
+    set_template(tokenizer, None, {"short": "true"})
+    assert agent_of(tokenizer.chat_template) == "react_en"
+    assert goes_on(tokenizer.chat_template)
+    set_template(tokenizer, None, None, "hermes")
+    template = tokenizer.chat_template
+    assert agent_of(template) == "hermes"
+    assert template.count("put in front by shardproof") == 1
+    assert Template(tokenizer).render([says("user", "a")], prompt=True).endswith("assistant\nSo")
 
 
 @pytest.mark.parametrize("name", OF_MODELS)

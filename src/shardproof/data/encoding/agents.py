@@ -20,6 +20,7 @@ from shardproof.errors import ConfigError, did_you_mean
 
 OPTION = "--agent-template"
 _BEGIN, _END = "{{#- {option} {name}, put in front by shardproof #}}", "{#- the model's own template #}"
+_FRONT = re.compile(_BEGIN.format(option=OPTION, name=r"(\w+)").replace("{", r"\{").replace("}", r"\}"))
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,10 @@ _WITHIN = """\
         ADDED"""
 _GOES_ON = """\
         {%- if agent.before == 'tool' %}
+            {%- if turn.reasoning_content %}
+                {{- raise_exception("--agent-template NAME: 'reasoning_content' of an answer behind a result has no "
+                    ~ 'place in this form; write it into the content') }}
+            {%- endif %}
             ADDED
         {%- else %}"""
 
@@ -212,7 +217,10 @@ def with_agent(template: object, name: str) -> str:
     begin, close = (json.dumps(text, ensure_ascii=False) for text in form.result)
     if form.within:
         closed = f"result ~ ('' if result.endswith('\\n') else {close})"
-        first = f"('' if agent.before == 'assistant' and said(last.content).endswith({begin}) else {begin}) ~ {closed}"
+        first = (
+            f"('' if agent.before == 'assistant' and said(last.content).endswith({begin})"
+            f" else ('' if said(last.content).endswith('\\n') else '\\n') ~ {begin}) ~ {closed}"
+        )
         result, answer, end = _WITHIN.replace("ADDED", _ADDED.replace("MORE", first)), _GOES_ON, "        {%- endif %}"
         answer = answer.replace("ADDED", _ADDED.replace("MORE", "text"))
     else:
@@ -234,8 +242,9 @@ def with_agent(template: object, name: str) -> str:
     text = _JINJA
     for mark, meant in parts.items():
         text = text.replace(mark, meant)
-    own = template.partition(_END)[2] if agent_of(template) else template
-    return _BEGIN.format(option=OPTION, name=name) + text + _END + own
+    if front := _FRONT.search(template):  # before it stand values of --template-variables
+        template = template[: front.start()] + template[front.end() :].partition(_END)[2]
+    return _BEGIN.format(option=OPTION, name=name) + text + _END + template
 
 
 def check_agent(name: str) -> None:
@@ -252,7 +261,7 @@ def check_agent(name: str) -> None:
 
 def agent_of(template: object) -> str | None:
     """The name of the form in front of a chat template; None where there is none."""
-    found = re.match(rf"\{{#- {OPTION} (\w+),", template) if isinstance(template, str) else None
+    found = _FRONT.search(template) if isinstance(template, str) else None
     return found[1] if found else None
 
 
