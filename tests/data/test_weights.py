@@ -93,7 +93,10 @@ def test_a_name_of_nothing_is_refused(name, why):
 
 
 def test_what_is_learnt_is_cut_where_weights_change():
-    assert laid_over([(0, 4), (6, 9)], [(1, 3, 2.0), (3, 7, 0.0)]) == [(0, 1, 1.0), (1, 3, 2.0), (7, 9, 1.0)]
+    assert laid_over([(0, 4), (6, 9)], [(1, 3, 2.0), (3, 7, 0.0)]) == [
+        *((0, 1, 1.0), (1, 3, 2.0), (3, 4, 0.0)),
+        *((6, 7, 0.0), (7, 9, 1.0)),
+    ]
 
 
 def encoded(rows: list[Any], tokenizer: Any, tmp_path: Path, names: list[str] = [], **how: Any) -> Any:  # noqa: B006
@@ -153,6 +156,23 @@ def test_a_turn_weighs_what_its_row_says(tokenizer, tmp_path, names, loss):
         assert len(learnt) == 2
 
 
+@pytest.mark.parametrize("weight", [1, 0.5])
+def test_a_turn_with_a_weight_is_learnt_beside_the_last(tokenizer, tmp_path, weight):
+    turns = [QUESTION, {"role": "assistant", "content": "yes", "weight": weight}]
+    for last in ({}, {"loss": False}):
+        row = {"messages": [*turns, QUESTION, {"role": "assistant", "content": "no", **last}]}
+        dataset = encoded([row], tokenizer, tmp_path, ["hermes"], loss="last_round")
+        assert ("yes<|im_end|>", weight) in told(dataset, tokenizer) or weight == 1
+        learnt = "".join(text for text, _ in told(dataset, tokenizer))
+        assert learnt == "yes<|im_end|>" + "no<|im_end|>" * (not last)
+
+
+def test_a_turn_has_one_weight(write):
+    row = {"messages": [QUESTION, {"role": "assistant", "content": "a", "weight": 2, "loss_scale": 3}]}
+    with pytest.raises(DataError, match=re.escape("messages[1] has both 'weight' and 'loss_scale'")):
+        read_rows([write("rows.jsonl", [row])], form=WEIGHED)
+
+
 def test_weights_of_turns_are_refused_where_nothing_weighs(tokenizer, write):
     file = write("rows.jsonl", [{"messages": [QUESTION, {"role": "assistant", "content": "a", "weight": 0.5}]}])
     with pytest.raises(DataError, match=r"'weight' of messages\[1\] must be 0 or 1"):
@@ -170,6 +190,18 @@ def test_plain_text_is_weighed_too(tokenizer, tmp_path):
     assert whole[0][1] == 1.0
     assert "Action: b" in whole[1][0]
     assert whole[1][1] == 2.0
+
+
+def test_a_token_is_of_the_part_of_its_first_letter_whatever_that_weighs(tokenizer, tmp_path, write):
+    """Of `a process and`, ` process` begins with a space of the part before."""
+    turns = {"messages": [QUESTION, {"role": "assistant", "content": "a process and so"}]}
+    for row in (turns, {"prompt": "b ", "completion": "a process and so"}):
+        found = {}
+        for weight in (0, 0.5):
+            mine = write("mine.json", json.dumps({r"\bprocess\b": weight}))
+            found[weight] = told(encoded([row], tokenizer, tmp_path, [mine]), tokenizer)
+        assert (" process", 0.5) in found[0.5], found
+        assert "".join(text for text, weight in found[0.5] if weight == 1) == "".join(text for text, _ in found[0])
 
 
 def test_of_an_answer_that_weighs_nothing_its_end_is_learnt(tokenizer, tmp_path, write):

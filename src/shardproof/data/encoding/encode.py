@@ -388,8 +388,9 @@ class Encoder:
         for i, (start, end) in enumerate(pairwise(borders)):
             piece = self._tokenizer(text[start:end], add_special_tokens=False)["input_ids"] if end > start else []
             ids += piece
-            labels += piece if i % 2 else [IGNORE] * len(piece)
-            weights += [w for w in spans[i // 2][2:] for _ in piece] if i % 2 else [1.0] * len(piece)
+            weight = spans[i // 2][2:] if i % 2 else (0,)
+            labels += [IGNORE] * len(piece) if weight == (0,) else piece
+            weights += [*(weight or (1.0,))] * len(piece)
         return (ids, labels, weights) if any(len(span) > 2 for span in spans) else (ids, labels)
 
 

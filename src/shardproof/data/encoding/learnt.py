@@ -22,12 +22,10 @@ def only_last_answer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     """The same turns, of which no answer but the last is learnt, and those that say themselves that they are. Raises
     Problem where none is."""
     answers = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
-    if answers and not any(messages[i].get("loss", i == answers[-1]) for i in answers):
+    learnt = [i for i in answers if messages[i].get("loss", i == answers[-1] or "weight" in messages[i])]
+    if answers and not learnt:
         raise Problem("its last answer has loss: false, and --loss last_round learns no other")
-    return [
-        {**turn, "loss": False} if i in answers[:-1] and not turn.get("loss") else turn
-        for i, turn in enumerate(messages)
-    ]
+    return [{**turn, "loss": False} if i in answers and i not in learnt else turn for i, turn in enumerate(messages)]
 
 
 def answers_of(
@@ -104,13 +102,14 @@ def with_weights(
         question = text_of(messages[i - 1]["content"]) if i else ""
         parts += parts_of_text(sets, text, (start, template.said(text, start, end)), question)
     found = laid_over(spans, parts)
-    if not found:
+    if not any(weight for _, _, weight in found):
         raise Problem("by --token-weights nothing of its answers weighs anything, so there is nothing to learn")
     return found
 
 
 def labels_of(ids: list[int], offsets: Sequence[Span], spans: Spans, text: str) -> tuple[list[Any], ...]:
-    """The tokens that begin inside a span, and -100 for the others; and the weights of all, if the spans have some.
+    """The tokens that begin inside a span, and -100 for the others, and in one that weighs 0; and the weights of all,
+    if the spans have some.
 
     A token that begins before it holds text that the model is given, and is not learnt, unless that text is only white
     space: `Answer: ` and `yes` meet in the token ` yes`, which is all there is to learn.
@@ -121,6 +120,9 @@ def labels_of(ids: list[int], offsets: Sequence[Span], spans: Spans, text: str) 
         first, last = bisect_left(starts, start), bisect_left(starts, end)
         if first and start < min(end, offsets[first - 1][1]) and text[starts[first - 1] : start].isspace():
             first -= 1
+        if weight == [0]:
+            labels[first:last] = [IGNORE] * (last - first)
+            continue
         labels[first:last] = ids[first:last]
         weights[first:last] = [w for w in weight or (1.0,) for _ in range(last - first)]
     return (labels, weights) if any(len(span) > 2 for span in spans) else (labels,)

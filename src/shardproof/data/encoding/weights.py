@@ -164,7 +164,8 @@ def parts_of_text(sets: Sequence[Weights], text: str, said: Span, question: str)
 
 
 def laid_over(spans: Sequence[Span], parts: Sequence[Part]) -> list[Part]:
-    """What is learnt, with the weights of these parts of it, in the order of the text; what is in none weighs 1."""
+    """The same places with the weights of these parts of them, in the order of the text; what is in none weighs 1, and
+    what weighs 0 is not learnt."""
     found: list[Part] = []
     for start, end in spans:
         at = start
@@ -174,7 +175,7 @@ def laid_over(spans: Sequence[Span], parts: Sequence[Part]) -> list[Part]:
                 found += [(at, a, 1.0), (a, b, weight)]
                 at = b
         found.append((at, end, 1.0))
-    return [(start, end, weight) for start, end, weight in found if start < end and weight]
+    return [part for part in found if part[0] < part[1]]
 
 
 def batch_of_weights(rows: Sequence[Mapping[str, Any]], labels: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -364,6 +364,8 @@ def checked_turn(message: Any, index: int, field: str = "messages", weighs: bool
         message["tool_calls"] = with_objects(message["tool_calls"], at)
     if role in ("user", "assistant") and not (text if isinstance(text, list) else text.strip()) and not acts:
         raise Problem(f"the content of {at} ({role}) is empty")
+    if set(_WEIGHTS) <= set(message):
+        raise Problem(f"{at} has both 'weight' and 'loss_scale', which are two words for one thing")
     for word in _WEIGHTS:
         if (weight := message.pop(word, None)) is not None:
             if weighs and type(weight) in (int, float) and 0 < weight < inf and message.get("loss") is not False:
