@@ -13,7 +13,7 @@ from shardproof.cli.infer import _converse
 from shardproof.cli.infer_asked import asked
 from shardproof.cli.main import main
 from shardproof.errors import ConfigError
-from shardproof.train.answers.chat import Chat
+from shardproof.train.answers.chat import Chat, Question
 from shardproof.train.answers.sampling import Sampling
 
 LONG = "what is it " * 40
@@ -116,6 +116,19 @@ def test_every_answer_begins_with_what_it_is_to_begin_with(short: Chat, capsys: 
     assert main([*how, "--response-prefix", "<think>\\n"]) == 0
     assert capsys.readouterr().out.strip() == answer
     assert Chat(short.folder).tokenizer.chat_template == short.tokenizer.chat_template
+
+
+def test_what_an_answer_begins_with_is_in_every_prompt(short: Chat) -> None:
+    """Of plain text, and where an answer goes on behind a result."""
+    opened = Chat(short.folder, prefix="so", agent="react_en")
+    call = {"function": {"name": "add", "arguments": {}}}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    turns += [{"role": "tool", "content": "3"}]
+    texts = [
+        opened.processing.decode(opened._inputs([q])["input_ids"][0]) for q in (Question(turns), Question(turns[:1]))
+    ]
+    plain = opened.processing.decode(opened._inputs([Question(turns[:1], plain=True)])["input_ids"][0])
+    assert [texts[0][-16:], texts[1][-12:], plain] == ["Observation:3\nso", "assistant\nso", "aso"]
 
 
 def test_without_a_template_no_answer_is_opened(short: Chat, capsys: pytest.CaptureFixture[str]) -> None:

@@ -235,7 +235,8 @@ class Chat(Loaded):
         """The text of a question in the model's chat template; where an answer goes on behind what a tool has said, up
         to there."""
         if goes_on(self.tokenizer.chat_template):
-            return Template(self.tokenizer).render(turns, prompt=True, tools=tools)
+            opened = self.prefix if turns[-1]["role"] == "tool" else ""  # elsewhere the template has it
+            return Template(self.tokenizer).render(turns, prompt=True, tools=tools) + opened
         text: str = self.tokenizer.apply_chat_template(
             list(turns), tools=tools, add_generation_prompt=True, tokenize=False
         )
@@ -252,7 +253,7 @@ class Chat(Loaded):
             raise ConfigError(f"There is a file of kind {kind}, and {what} text only.")
         if questions[0].plain:
             begin = begin_of_text(self.tokenizer)  # which it puts there by itself
-            texts = [question.messages[-1]["content"].removeprefix(begin) for question in questions]
+            texts = [question.messages[-1]["content"].removeprefix(begin) + self.prefix for question in questions]
         else:
             texts = [self._asked(self._turns(question), question.tools) for question in questions]
         padding: dict[str, Any] = {"padding": True, "padding_side": "left"} if len(texts) > 1 else {}
