@@ -136,6 +136,24 @@ def test_a_result_has_a_line_of_its_own_behind_a_call_that_is_written_out(tokeni
     assert "Action Input: {}\nObservation:3\nb<|im_end|>" in text
 
 
+@pytest.mark.parametrize("name", ["hermes", "react_en"])
+def test_the_last_round_has_the_calls_behind_the_last_question(tokenizer: Any, name: str, write: Any) -> None:
+    of_form(tokenizer, name)
+    rows = read_rows([write("rows.jsonl", [{"messages": TURNS, "tools": TOOLS}])], form=SFT)
+    row = encode_rows(rows, tokenizer, max_length=None, loss="last_round")[0]
+    learnt = tokenizer.decode([label for label in row["labels"] if label != IGNORE])
+    assert learnt.count('{"a": 1}') == 1  # the first round has called with it, too
+    assert learnt.endswith("nine<|im_end|>")
+    assert "It is 3." not in learnt
+
+
+def test_a_tool_without_a_name_is_refused(tokenizer: Any, write: Any) -> None:
+    of_form(tokenizer, "react_en")
+    file = write("rows.jsonl", [{"messages": TURNS, "tools": [{"name_for_model": "add", "description": "Adds."}]}])
+    with pytest.raises(DataError, match="--agent-template react_en: a tool has no name"):
+        encode_rows(read_rows([file], form=SFT), tokenizer, max_length=None, bad_rows="skip")
+
+
 def test_thinking_that_a_form_has_no_place_for_is_not_lost(tokenizer: Any, write: Any) -> None:
     turns = [says("user", "a"), calling("", 1), says("tool", "3"), {**says("assistant", "b"), "reasoning_content": "c"}]
     file = write("rows.jsonl", [{"messages": turns, "tools": TOOLS}])

@@ -137,6 +137,9 @@ _JINJA = """\
 {%- set agent = namespace(turns=[], names=[], tools='', before='') %}
 {%- for whole in tools or [] %}
     {%- set tool = whole.function or whole %}
+    {%- if not tool.name %}
+        {{- raise_exception('--agent-template NAME: a tool has no name') }}
+    {%- endif %}
     {%- set agent.names = agent.names + [tool.name] %}
     {%- set agent.tools = agent.tools ~ TOOL %}
 {%- endfor %}

@@ -18,7 +18,7 @@ from shardproof.data.encoding.learnt import (
     all_but_unlearnt,
     answers_of,
     labels_of,
-    only_last_answer,
+    only_last_round,
     past_empty_thoughts,
     with_weights,
 )
@@ -145,9 +145,10 @@ def encode_rows(
         rows: what `read_rows` gave, or any rows.
         tokenizer: of transformers.
         max_length: tokens; None for no limit.
-        loss: `answer` learns the answers and the tokens that end them; `last_round` learns the last answer of a
-            conversation and no other; `all` learns every token. With `+ignore_empty_think` a thought of nothing at the
-            beginning of an answer, which templates put there, is not learnt.
+        loss: `answer` learns the answers and the tokens that end them; `last_round` learns those
+            to the last question of a conversation (several, where tools are called) and no others; `all` learns every
+            token. With `+ignore_empty_think` a thought of nothing at the beginning of an answer, which templates put
+            there, is not learnt.
         truncation: what happens to a longer row: it is left out (`drop`), loses its last (`right`) or first (`left`)
             tokens, or is an error (`raise`). A row whose cut takes every learnt token is left out. `split` makes rows
             of it where all is learnt, as of raw text, and leaves out others.
@@ -325,7 +326,7 @@ class Encoder:
         return self._chat_text(row) if row.kind == "chat" else self._plain_text(row)
 
     def _chat_text(self, row: Row) -> tuple[str, Spans]:
-        messages = only_last_answer(row.messages) if self._last else row.messages
+        messages = only_last_round(row.messages) if self._last else row.messages
         try:
             with refusals():
                 messages = self.seen.turns(messages)

@@ -18,11 +18,13 @@ Spans = Sequence[Span] | Sequence[Part]  # where in a text stands what is learnt
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
 
 
-def only_last_answer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same turns, of which no answer but the last is learnt, and those that say themselves that they are. Raises
-    Problem where none is."""
+def only_last_round(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same turns, of which no answers are learnt but those to the last question, calls of tools with what is said
+    to their results, and those that say themselves that they are. Raises Problem where none is."""
     answers = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
-    learnt = [i for i in answers if messages[i].get("loss", i == answers[-1] or "weight" in messages[i])]
+    before = messages[: max(answers, default=0)]
+    asked = max((i for i, turn in enumerate(before) if turn["role"] == "user"), default=-1)
+    learnt = [i for i in answers if messages[i].get("loss", i > asked or "weight" in messages[i])]
     if answers and not learnt:
         raise Problem("its last answer has loss: false, and --loss last_round learns no other")
     return [{**turn, "loss": False} if i in answers and i not in learnt else turn for i, turn in enumerate(messages)]

@@ -15,8 +15,9 @@ class LossOptions(BaseModel):
     loss: str = option(
         "Data",
         "answer",
-        "what is learnt: the answers, the last one ('last_round'), either '+ignore_empty_think', or 'all' tokens; or "
-        "a plugin's loss; for embeddings infonce, cosine_similarity, contrastive; for a reranker pointwise, listwise",
+        "what is learnt: the answers, those to the last question ('last_round'), either '+ignore_empty_think', or 'all'"
+        " tokens; or a plugin's loss; for embeddings infonce, cosine_similarity, contrastive; for a reranker pointwise,"
+        " listwise",
     )
     token_weights: list[str] = option(
         "Data",
