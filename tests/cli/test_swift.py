@@ -307,6 +307,9 @@ def test_an_option_means_what_it_means_there(theirs, ours):
     [
         ("--model tiny --model_revision v2", "--model-revision v2 is of a model of the hub, and --model tiny is none"),
         ("--adapters run", "--adapters run: there is no such folder. Name a run of adapters"),
+        ("--agent_template llama3", "--agent-template llama3: that is the form of a family of models, whose own chat"),
+        ("--agent_template qwen_en_parallel", "--agent-template qwen_en_parallel: take qwen_en, which writes several"),
+        ("--agent_template toolbench", "--agent-template toolbench: there is hermes, react_en"),
         ("--reward_adapters run", "equivalent here; 'shardproof export RUN FOLDER' merges them"),
         ("--resume_only_model true", "equivalent here; 'shardproof export CHECKPOINT FOLDER'"),
         ("--max_epochs 3", "--epochs says how many; with --streaming, --max-steps"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardproof.cli.from_swift import ray
 from shardproof.cli.from_swift.missing import INSTEAD, missing
+from shardproof.data.encoding.agents import check_agent
 from shardproof.data.encoding.weights import BUILT_IN
 from shardproof.data.forms.formats import FIELDS
 from shardproof.errors import ConfigError
@@ -177,6 +178,11 @@ def _loss_scale(values: list[str]) -> Ours:
         return [("loss_scale", values)]  # which is nothing here
     loss = {"default": "answer"}.get(learnt, learnt) + "+ignore_empty_think" * ignores
     return [("loss", [loss]), *([("token_weights", sets)] if sets else [])]
+
+
+def _agent(values: list[str]) -> Ours:
+    check_agent(" ".join(values))
+    return [("agent_template", values)]
 
 
 def _dft(values: list[str]) -> Ours:
@@ -391,6 +397,7 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "rope_scaling": _rope,
     "loss_type": _loss_type,
     "loss_scale": _loss_scale,
+    "agent_template": _agent,
     "enable_dft_loss": _dft,
     "rpo_alpha": _rpo,
     "enable_thinking": _thinking,

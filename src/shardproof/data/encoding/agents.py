@@ -259,6 +259,8 @@ def check_agent(name: str) -> None:
             f"{OPTION} {name}: that is the form of a family of models, whose own chat templates write it. Leave the"
             f" option out with such a model; with others take {', '.join(FORMS)}."
         )
+    if (one := name.removesuffix("_parallel")) in FORMS:
+        raise ConfigError(f"{OPTION} {name}: take {one}, which writes several calls of one answer side by side, too.")
     raise ConfigError(f"{OPTION} {name}: there is {', '.join(FORMS)}.{did_you_mean(name, list(FORMS))}")
 
 
