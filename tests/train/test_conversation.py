@@ -131,6 +131,15 @@ def test_what_an_answer_begins_with_is_in_every_prompt(short: Chat) -> None:
     assert [texts[0][-16:], texts[1][-12:], plain] == ["Observation:3\nso", "assistant\nso", "aso"]
 
 
+def test_an_answer_ends_by_what_it_says_and_not_by_what_it_was_asked(short: Chat) -> None:
+    """A text that the question begins and the first token of an answer completes is none of the answer's."""
+    question = Question([{"role": "user", "content": "a process holds"}], plain=True)
+    [whole] = short.answers([question], Sampling(6))
+    first = short.processing.decode(short.processing(whole).input_ids[:1])
+    assert short.answers([question], Sampling(6, stop_words=[f"holds{first}"])) == [whole]
+    assert short.answers([question], Sampling(6, stop_words=[whole[3:]])) == [whole[:3]]
+
+
 def test_without_a_template_no_answer_is_opened(short: Chat, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["infer", str(short.folder), "--prompt", "a", "--plain", "--response-prefix", "x"]) == 2
     assert "--plain leaves the chat template out, and --response-prefix is about it" in capsys.readouterr().err

@@ -30,16 +30,13 @@ class Sampling:
     num_beams: int = 1
     stop_words: Sequence[str] = ()
 
-    def arguments(self, tokenizer: Any) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """In the words of transformers' `generate`."""
         found: dict[str, Any] = {"do_sample": self.temperature > 0, "num_beams": self.num_beams}
         if self.temperature > 0:
             found |= {"temperature": self.temperature, "top_p": self.top_p}
         chosen = {"top_k": self.top_k, "repetition_penalty": self.repetition_penalty}
-        found |= {name: value for name, value in chosen.items() if value is not None}
-        if self.stop_words:
-            found |= {"stop_strings": list(self.stop_words), "tokenizer": tokenizer}
-        return found
+        return found | {name: value for name, value in chosen.items() if value is not None}
 
     def ended(self, text: str) -> str:
         """What stands before the first stop word: the one that is complete first, with which an answer ends."""

@@ -129,11 +129,16 @@ class Writer(Tells):
         import torch
         from transformers import StoppingCriteriaList
 
+        from shardproof.train.answers.ends import Ends, Stops
+
         def stopped(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
             return torch.full((len(ids),), enough is not None and enough.is_set(), device=ids.device)
 
         prompt = inputs["input_ids"].shape[1]
-        choice = sampling.arguments(self.tokenizer)
+        ending: list[Any] = [stopped]
+        if sampling.stop_words:
+            ending.append(Stops(Ends(sampling.stop_words, self.tokenizer), prompt))
+        choice = sampling.arguments()
         if not self.remembers:
             choice["use_cache"] = False
         if ends := self._ends[plain]:
@@ -145,7 +150,7 @@ class Writer(Tells):
                 max_new_tokens=room,
                 pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
                 streamer=streamer,
-                stopping_criteria=StoppingCriteriaList([stopped]),
+                stopping_criteria=StoppingCriteriaList(ending),
                 **choice,
             )
         if room < sampling.max_new_tokens and tokens.shape[1] == prompt + room:
