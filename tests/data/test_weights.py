@@ -42,6 +42,19 @@ def test_an_expression_weighs_what_it_matches_over_lines():
     assert parts(["hermes"], CALLS) == [(f"{said}\n", 1.0), (call, 2.0), (behind, 1.0)]
 
 
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        ({"x": 1, r"(b)\1": 3}, [("a B c", 1.0), ("bb", 3.0)]),
+        ({"a": 2, "(?i)b": 3}, [("a", 2.0), (" ", 1.0), ("B", 3.0), (" c", 1.0), ("b", 3.0), ("b", 3.0)]),
+        ({"(?P<n>a)": 2, "(?P<n>c)": 3}, [("a", 2.0), (" B ", 1.0), ("c", 3.0), ("bb", 1.0)]),
+        ({"a*": 2, "a .": 3}, [("a", 2.0), (" B cbb", 1.0)]),
+    ],
+)
+def test_an_expression_means_the_same_beside_others(write, patterns, expected):
+    assert parts([write("mine.json", json.dumps(patterns))], "a B cbb") == expected
+
+
 def test_a_question_may_say_what_its_answer_weighs():
     asked = "What is the value of x?"
     assert parts(["agentflan"], "Action: look", asked) == [("Action: look", 3.0)]

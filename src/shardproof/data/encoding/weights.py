@@ -67,10 +67,19 @@ class Weights:
     questions: Mapping[str, float]
 
     @cached_property
-    def _expression(self) -> re.Pattern[str]:
-        """All patterns, each a group of its own: `_0`, `_1` ..."""
-        each = (re.escape(text) if len(weights) == 2 else text for text, weights in self.patterns.items())
-        return re.compile("|".join(f"(?P<_{number}>{text})" for number, text in enumerate(each)), re.DOTALL)
+    def _expressions(self) -> list[tuple[re.Pattern[str], Sequence[float]]]:
+        each = ((re.escape(text) if len(weights) == 2 else text, weights) for text, weights in self.patterns.items())
+        return [(re.compile(text, re.DOTALL), weights) for text, weights in each]
+
+    def _found(self, text: str) -> Iterator[tuple[re.Match[str], Sequence[float]]]:
+        """What the patterns match, one after the other: of those that begin at one place, the first pattern's."""
+        ahead = [(first, one, w) for one, w in self._expressions if (first := _first(one, text, 0))]
+        while ahead:
+            found, _, weights = min(ahead, key=lambda each: each[0].start())
+            yield found, weights
+            at = found.end()
+            others = ((next_ if next_.start() >= at else _first(one, text, at), one, w) for next_, one, w in ahead)
+            ahead = [(next_, one, w) for next_, one, w in others if next_]
 
     def parts(self, text: str, question: str) -> Iterator[Part]:
         """The parts of an answer, one after the other, without gaps."""
@@ -78,15 +87,17 @@ class Weights:
         if whole is not None:
             yield 0, len(text), whole
             return
-        weights, at, behind = list(self.patterns.values()), 0, 1.0
-        for found in self._expression.finditer(text) if weights else ():
-            if not found.group():
-                continue
+        at, behind = 0, 1.0
+        for found, (own, *rest) in self._found(text):
             yield at, found.start(), behind
-            own, *rest = weights[int(str(found.lastgroup)[1:])]
             yield *found.span(), own
             at, behind = found.end(), rest[0] if rest else 1.0
         yield at, len(text), behind
+
+
+def _first(expression: re.Pattern[str], text: str, at: int) -> re.Match[str] | None:
+    """What it matches first in a text from there on, where that is something."""
+    return next((found for found in expression.finditer(text, at) if found.group()), None)
 
 
 def weights_named(names: Sequence[str]) -> list[Weights]:
