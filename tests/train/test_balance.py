@@ -52,6 +52,8 @@ def runs(commands, sft, mixture: Path, four: Path):
             ("two", [*base, *two]),
             ("again", [*base, *two, "--gradient-checkpointing"]),
             ("exact", [*base, *two, "--deterministic"]),
+            ("weighed", [*base, *two, "--token-weights", "ignore_think_prefix"]),  # no row has such a thought
+            ("weighed exactly", [*base, *two, "--deterministic", "--token-weights", "ignore_think_prefix"]),
         ]
     )
 
@@ -74,7 +76,7 @@ def test_the_loss_has_the_mean_of_the_term(runs, mixture: Path, four: Path) -> N
     assert balanced.series("eval_loss")[0] == pytest.approx(plain.series("loss")[0], abs=1e-5), "without the term"
 
 
-@pytest.mark.parametrize("name", ["two", "again", "exact"])
+@pytest.mark.parametrize("name", ["two", "again", "exact", "weighed", "weighed exactly"])
 def test_it_is_the_same_on_any_number_of_processes(runs, name: str) -> None:
     from safetensors.torch import load_file
 

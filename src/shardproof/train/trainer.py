@@ -29,7 +29,7 @@ from shardproof.train.losses.by_file import by_file, in_chunks, of_each
 from shardproof.train.losses.shortcuts import LABELS, checks, chunked_loss
 from shardproof.train.losses.tokens import dft_loss, refuse_parts, smoothed_loss, token_mean, weighed_loss, with_share
 from shardproof.train.model.activations import HeldByHost
-from shardproof.train.model.balance import BalanceMixin
+from shardproof.train.model.balance import ASKS, BalanceMixin
 from shardproof.train.model.parts import with_own_rates
 from shardproof.train.model.shared_rows import SharesRows, shared_rows_of
 from shardproof.train.optim.optimizers import made_by
@@ -319,9 +319,11 @@ class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
                 self.args.average_tokens_across_devices = True
             return with_share(found, self._learnt(inputs) / num_items_in_batch) if self._of_batch and counted else found
         self.count(model, inputs)
-        loss, outputs = self._own_loss(inputs, num_items_in_batch)
+        asked = {**inputs, ASKS: True} if self.balance else inputs  # not with chunks, which are refused beside it
+        loss, outputs = self._own_loss(asked, num_items_in_batch)
         if num_items_in_batch is not None and not self.deterministic:  # of all ranks; the engine averages over these
             loss = loss * self.accelerator.num_processes
+        loss = self.balanced(loss, model, inputs, outputs) if self.balance else loss
         self._allow_backward(loss)
         return (loss, outputs) if return_outputs else loss
 

@@ -35,11 +35,15 @@ class BalanceMixin(Base):
         if not self.balance:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss, outputs = super().compute_loss(model, {**inputs, ASKS: True}, True, num_items_in_batch)
+        loss = self.balanced(loss, model, inputs, outputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def balanced(self, loss: Any, model: Any, inputs: dict[str, Any], outputs: Any) -> Any:
+        """The loss of a micro-batch with its term; `outputs` are of a forward that was asked for it by `ASKS`."""
         shared = self.args.gradient_accumulation_steps
         if self.deterministic:  # gradients of ranks are added up, and else averaged
             shared *= self.accelerator.num_processes
-        loss = loss + self.balance / shared * term(model, inputs, outputs).to(loss.device)
-        return (loss, outputs) if return_outputs else loss
+        return loss + self.balance / shared * term(model, inputs, outputs).to(loss.device)
 
 
 def term(model: Any, inputs: dict[str, Any], outputs: Any) -> Any:
