@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shardproof.data.encoding import encode as encoding
+from shardproof.data.encoding.agents import with_agent
 from shardproof.data.forms.formats import SFT, SUPERVISED
 from shardproof.data.forms.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import Row, read_rows
@@ -69,6 +70,19 @@ def test_a_margin_that_no_loss_looks_at_is_not_passed_over(tmp_path: Path) -> No
     assert "rows.jsonl:1: it has a 'margin'" in refusal(tmp_path, "rm", PAIRS, row)
     rows = read_rows([str(tmp_path / "rows.jsonl")], form=PAIRS)
     assert set(encode(RlhfConfig(rlhf_type="dpo"), rows, Words()).column_names) == {"prompt", "chosen", "rejected"}
+
+
+def test_a_prompt_behind_which_an_answer_goes_on_is_told_by_its_line(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    turns = [{"role": "user", "content": "2+2?"}, call, {"role": "tool", "content": "4"}]
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"messages": [*turns, {"role": "assistant", "content": "4"}], "rejected_response": "5"})
+    )
+    rows = read_rows([str(tmp_path / "rows.jsonl")], form=PAIRS)
+    of_form = type("OfForm", (Words,), {"chat_template": with_agent(Words.chat_template, "react_en")})()
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: its answer goes on behind a result of a tool"):
+        encode(RlhfConfig(rlhf_type="dpo"), rows, of_form)
+    assert len(encode(RlhfConfig(rlhf_type="dpo"), rows, Words())) == 1
 
 
 def test_what_only_a_teacher_is_to_be_asked_is_not_passed_over(tmp_path: Path) -> None:

@@ -187,6 +187,7 @@ Example = tuple[dict[str, Any] | None, tuple[int, int] | str]
 
 
 def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[Any, Example]]:
+    from shardproof.data.encoding.agents import goes_on
     from shardproof.data.encoding.encode import begin_of_text, walk
     from shardproof.data.encoding.seen import Seen
     from shardproof.data.encoding.template import Template
@@ -194,6 +195,7 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
     first: Any = next(iter(rows), None)
     template = Template(tokenizer) if first is not None and first.kind == "chat" else None
     seen = Seen(template, config.system) if template is not None else None
+    within = template is not None and goes_on(tokenizer.chat_template)
     prompts, shown = ALGORITHMS[config.rlhf_type].form is PROMPTS, Shown(config)
     begin = begin_of_text(tokenizer) if first is not None and first.kind == "text" else ""  # TRL has it put there
 
@@ -205,6 +207,11 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
                 row = replace(row, messages=[{**row.messages[0], "content": prompt}, *row.messages[1:]])
             try:
                 example, conversations = example_of(config, row, seen)
+                if within and config.rlhf_type != "rm" and example.get("prompt", [{}])[-1].get("role") == "tool":
+                    raise Problem(
+                        "its answer goes on behind a result of a tool, by --agent-template, and TRL, which writes"
+                        " prompts, begins one anew: end what is asked with a question, or take hermes"
+                    )
                 tools = shown.of(row)
                 each = [_tokens(turns, row, template, seen, tokenizer, prompts, tools) for turns in conversations]
                 _refuse_tools(config, row)
