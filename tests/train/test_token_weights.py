@@ -43,8 +43,8 @@ def test_loss_and_gradients_are_those_of_the_formula(how: str, dft: bool, smooth
     expected = torch.autograd.grad(wanted, (hidden, head))
     if how == "chunked":
         learnt = labels[:, 1:].ne(-100)
-        given = hidden[:, :-1][learnt], head, None, labels[:, 1:][learnt], 7, dft, smoothing, weights[:, 1:][learnt]
-        loss = chunked_cross_entropy(*given)
+        given = hidden[:, :-1][learnt], head, None, labels[:, 1:][learnt], 7, dft, smoothing
+        loss = chunked_cross_entropy(*given, shares=weights[:, 1:][learnt])
     else:
         inputs = {"labels": labels, WEIGHTS: weights}
         if how == "parts":

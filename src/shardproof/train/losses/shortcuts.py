@@ -183,7 +183,7 @@ def _loss_of_hidden(
     hidden, targets = hidden[learnt], targets.to(hidden.device)[learnt]
     shares = None if weights is None else weights.to(hidden.device)[learnt]
     divisor = max(1, len(targets)) if num_items is None else num_items
-    return chunked_cross_entropy(hidden, head.weight, head.bias, targets, divisor, dft, smoothing, shares)
+    return chunked_cross_entropy(hidden, head.weight, head.bias, targets, divisor, dft, smoothing, shares=shares)
 
 
 def check_chunked_loss(model: Any, inputs: dict[str, Any], option: str = "--chunked-loss") -> None:

@@ -47,6 +47,11 @@ class DataOptions(ModelOptions):
     chat_template: str | None = option(
         "Data", None, "'chatml', a file with a Jinja template, or the template itself (default: the tokenizer's)"
     )
+    agent_template: str | None = option(
+        "Data",
+        None,
+        "how tools, calls and results are written: hermes, react_en, react_zh ... (default: as by the template)",
+    )
     template_variables: Texts = option(
         "Data", {}, "variables of the chat template, in training and in the saved model: enable_thinking=false"
     )

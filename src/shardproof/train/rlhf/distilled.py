@@ -18,14 +18,15 @@ from shardproof.train.losses.chunked import chunked_cross_entropy
 from shardproof.train.losses.likeliest import distance, likeliest
 from shardproof.train.losses.shortcuts import check_logits, head_of, hidden_states
 from shardproof.train.model.loading import tokenizer_of
-from shardproof.train.rlhf.mixin import OfTokens, listen
+from shardproof.train.rlhf.ends import EndsAnswers
+from shardproof.train.rlhf.mixin import listen
 from shardproof.train.rlhf.pictured_batches import ASKED, BESIDE, answered
 from shardproof.train.rlhf.pictures import marks_of
 from shardproof.train.rlhf.students_vllm import StudentsVllm
 from shardproof.train.rlhf.teachers import TeacherServer
 
 
-class Distilled(OfTokens):
+class Distilled(EndsAnswers):
     """TRL divides by the number of tokens in the rows as they were read, of all micro-batches of a step. Of
     answers that the student or the teacher writes that is another number, which nobody knows before the last of them:
     then it is the mean over the tokens of a micro-batch on all ranks.
@@ -69,9 +70,15 @@ class Distilled(OfTokens):
         if self._by_student and self._vllm is not None:
             self._meet()
             return self._vllm.answers(inputs["prompts"], inputs["prompt_attention_mask"], self.state.global_step)
-        asked: Any = SimpleNamespace(generate=functools.partial(model.generate, **{**beside, **of_prompts}))
+        generate = functools.partial(model.generate, **{**beside, **of_prompts})
+        ends = self.ends
+        asked: Any = SimpleNamespace(generate=ends.asked(generate) if ends else generate)
         made = super().generate_on_policy_outputs(asked, inputs, generation_config)
-        more = made[0].shape[1] - inputs["prompts"].shape[1]  # tokens of answers, which are words
+        asks = inputs["prompts"].shape[1]
+        for ids, mask, labels in zip(*made, strict=True):
+            if ends and (length := ends.tokens(ids[asks:].tolist())) is not None:
+                mask[asks + length :], labels[asks + length :] = 0, -100
+        more = made[0].shape[1] - asks  # tokens of answers, which are words
         inputs[BESIDE] = {**beside, **{name: answered(name, kinds, more) for name, kinds in of_prompts.items()}}
         return made
 
