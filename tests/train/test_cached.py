@@ -97,6 +97,39 @@ def test_they_are_on_ranks_with_packed_rows_and_in_a_run_that_goes_on(commands, 
     assert weights(done["on"]) == weights(done["plain"]) == weights(done["back"])
 
 
+@pytest.mark.slow
+def test_they_are_where_parts_of_answers_weigh_more(commands, sft, tiny: Path, more: str, tmp_path: Path) -> None:
+    """Also where rows of a file behind which the folder stands have turns with weights, and the others have none."""
+    weighed, patterns = tmp_path / "weighed.jsonl", tmp_path / "weights.json"
+    weighed.write_text(
+        "".join(
+            json.dumps(
+                {"messages": [{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": "on", "weight": 3}]}
+            )
+            + "\n"
+            for n in range(6)
+        )
+    )
+    patterns.write_text(json.dumps({"holds": 2.5}))
+    some, none = ["--token-weights", "react", str(patterns)], without_rows(sft())
+    done = commands(
+        [
+            ("kept", kept([*none, "--dataset", more, *some])),
+            ("plain", [*none, "--dataset", more, *some]),
+            ("cached", [*none, *some, *CACHED]),
+            ("unweighed", [*none, "--dataset", more]),
+            ("kept plain", kept([*none, "--dataset", more])),
+            ("both", [*none, "--dataset", str(weighed), more]),
+            ("mixed", [*none, "--dataset", str(weighed), "--cached-dataset", "RUNS/kept plain/train"]),
+        ]
+    )
+    check_same(done, ("plain", "cached"), ("both", "mixed"))
+    assert done["plain"].series("loss") != done["unweighed"].series("loss")
+    patterns.write_text(json.dumps({"holds": 2}))
+    with pytest.raises(ConfigError, match=r"--token-weights react weights\.json:\w+, and this run has react weights"):
+        encoded(tiny, done["kept"].folder / "train", *some)
+
+
 RAW = ["--loss", "all", "--plain", "--truncation", "split", "--max-length", "20"]
 OF_TASKS = {
     "raw text": (RAW, [{"text": "the shard holds a rank and " * (n + 1)} for n in range(12)]),

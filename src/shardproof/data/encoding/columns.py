@@ -60,13 +60,24 @@ class Columns:
         return datasets.Dataset(pa.concat_tables(self._chunks))
 
 
-def _with_ones(chunk: Any) -> Any:
-    """A chunk with weights of its tokens, all 1 where it has none."""
+def with_weights(parts: Sequence[datasets.Dataset]) -> list[datasets.Dataset]:
+    """Datasets that all have weights, if one has."""
+    if not any(WEIGHTS in part.column_names for part in parts):
+        return list(parts)
+    return [type(part)(_with_ones(part.data.table)) for part in parts]
+
+
+def _with_ones(table: Any) -> Any:
+    """A table with weights of its tokens, all 1 where it has none."""
     import numpy as np
     import pyarrow as pa
+    import pyarrow.compute
 
-    if WEIGHTS in chunk.column_names:
-        return chunk
-    ids = chunk.column("input_ids").combine_chunks()
-    ones = pa.array(np.ones(len(ids.values), dtype=np.float32))
-    return chunk.append_column(WEIGHTS, pa.ListArray.from_arrays(ids.offsets, ones))
+    if WEIGHTS in table.column_names:
+        return table
+    chunks = []
+    for ids in table.column("input_ids").chunks:
+        ends = pyarrow.compute.list_value_length(ids).to_numpy().cumsum(dtype=np.int32)
+        ones = pa.array(np.ones(ends[-1] if len(ends) else 0, dtype=np.float32))
+        chunks.append(pa.ListArray.from_arrays(pa.array(np.concatenate([[0], ends]).astype(np.int32)), ones))
+    return table.append_column(WEIGHTS, pa.chunked_array(chunks, type=pa.list_(pa.float32())))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,7 +181,7 @@ class AsInSft:
             ((_, found),) = self._encoder.encode([Row(messages, "", 0)])
         except ConfigError:
             return 0
-        labels = () if isinstance(found, str) else found[1]
+        labels: Sequence[int] = () if isinstance(found, str) else found[1]
         return next((behind for behind, label in enumerate(reversed(labels)) if label != -100), 0)
 
 

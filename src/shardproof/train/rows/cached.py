@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.data.cached import CachedRows, counted, opened, said_in
+from shardproof.data.encoding.columns import with_weights
 from shardproof.data.encoding.dated import day_of, writes_day
 from shardproof.data.encoding.encode import EncodeReport, nothing_left
 from shardproof.data.media.limits import LIMITS
@@ -161,7 +162,7 @@ def _together(parts: Sequence[Any]) -> Any:
     if not others:
         return first
     try:
-        whole = datasets.concatenate_datasets(_with_like_numbers(parts))
+        whole = datasets.concatenate_datasets(_with_like_numbers(with_weights(parts)))
     except (ValueError, TypeError) as error:
         raise DataError(f"The rows of folders and files cannot be put together: {error}") from error
     whole.report, whole.places, whole.numbers = first.report, first.places, array("q", first.numbers)

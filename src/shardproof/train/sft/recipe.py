@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardproof.data.encoding.weights import WEIGHTS, weights_named
+from shardproof.data.encoding.weights import WEIGHTS, contents, weights_named
 from shardproof.data.forms.formats import SFT, SFT_FIELDS, WEIGHED
 from shardproof.data.forms.plain import joined
 from shardproof.errors import ConfigError
@@ -161,7 +161,7 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
             cache=RowCache(Path(config.row_cache).expanduser(), encoder) if config.row_cache else None,
         )
         found = encoded_once(
-            config, rows, processing, lambda some: of_files(some).encoded, loss=_learnt(config), train_parts=speaks
+            config, rows, processing, lambda some: of_files(some).encoded, **_decided(config), train_parts=speaks
         )
         seen = MediaRows.of(rows, found)
         return PackedMediaRows(seen, config.max_length) if config.packing else seen
@@ -178,8 +178,14 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
         workers=as_many_as_help(config.workers),
         weights=weights_named(config.token_weights),
     )
-    encoded = encoded_once(config, rows, processing, to_learn, loss=_learnt(config))
+    encoded = encoded_once(config, rows, processing, to_learn, **_decided(config))
     return pack_rows(encoded, config.max_length) if config.packing else encoded
+
+
+def _decided(config: SftConfig) -> dict[str, Any]:
+    """What decides how much of a row is learnt, by the names of options."""
+    weights = {"token_weights": contents(config.token_weights)} if config.token_weights else {}
+    return {"loss": _learnt(config), **weights}
 
 
 def _encoded_later(config: SftConfig, rows: Any, tokenizer: Any) -> Any:
