@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from shardproof.errors import ConfigError
-from shardproof.train.checks.contradictions import OF_SCHEDULER, check_together
+from shardproof.train.checks.contradictions import check_together
+from shardproof.train.checks.scheduler import OF_SCHEDULER
 from shardproof.train.options.config import SftConfig
 
 

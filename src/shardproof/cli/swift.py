@@ -16,7 +16,16 @@ from shardproof.cli import export, infer, infer_asked, options
 from shardproof.cli.deepspeed_file import same
 from shardproof.cli.from_swift import shell
 from shardproof.cli.from_swift.cached import about_rows, encodes, for_recipe
-from shardproof.cli.from_swift.defaults import DEFAULTS, INSTEAD_OF, OF_RLHF, OF_TASK, takes_betas
+from shardproof.cli.from_swift.defaults import (
+    DEFAULTS,
+    INSTEAD_OF,
+    OF_RLHF,
+    OF_TASK,
+    answers,
+    holds_out,
+    is_on,
+    takes_betas,
+)
 from shardproof.cli.from_swift.environment import of_environment
 from shardproof.cli.from_swift.models import longest, looks_or_hears, without_parts
 from shardproof.cli.from_swift.options import (
@@ -331,13 +340,13 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
         values["per_device_batch_size"] = ["2"]
         several[:] = [str(int(n) // 2) for n in several]
         notes.append("a micro-batch of kto has two rows at least: there are two, and half as many micro-batches a step")
-    if _holds_out(values) and "eval_steps" not in values:  # it evaluates when it saves
+    if holds_out(values) and "eval_steps" not in values:  # it evaluates when it saves
         often = values.pop("eval_strategy", values.get("save_strategy", ["steps"]))
         if often == ["steps"]:
             values["eval_steps"] = values.get("save_steps", ["500"])
         else:
             values["eval_strategy"] = often
-    if _answers(values):
+    if answers(values):
         values.setdefault("max_new_tokens", ["64"])
         if values.setdefault("answer_metrics", NLG) == NLG:
             notes.append("nlg of answers is rouge_l and sacrebleu's bleu here, which tell words apart otherwise")
@@ -351,22 +360,6 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
         notes.append("prompts that are longer than --max-length are left out here, and lose their beginning there")
 
 
-def _is_on(values: dict[str, list[str]], name: str) -> bool:
-    return values.get(name, ["no"])[:1] not in (["no"], ["false"])
-
-
-def _answers(values: dict[str, list[str]]) -> bool:
-    """Whether an evaluation is answered."""
-    return _is_on(values, "predict_with_generate")
-
-
-def _holds_out(values: dict[str, list[str]]) -> bool:
-    """Whether there are rows to evaluate on."""
-    return not {"val_dataset", "cached_val_dataset"}.isdisjoint(values) or any(
-        float(share) for share in values.get("val_split", [])
-    )
-
-
 def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str]) -> None:
     """Options that ms-swift takes in silence, and that are refused here, since they would decide nothing."""
     idle = {"full": OF_ADAPTERS, "lora": ("tuner_arguments",)}.get(values["tuner"][0].lower(), ONLY_LORA)
@@ -374,26 +367,26 @@ def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str])
         idle = (*idle, "checkpointing_reentrant")
     if "optimizer" not in values:
         idle = (*idle, "optimizer_arguments")
-    if _is_on(values, "packing"):
+    if is_on(values, "packing"):
         idle = (*idle, "padding_free")
     if values.get("rlhf_type", ["dpo"])[0] in REWARDED:  # an epoch has whole batches of answers
         idle = (*idle, "drop_last")
     if values.get("task", [""])[0] not in OF_TASK:
         idle = (*idle, *OF_TASK["reranker"])
     of_answers = OF_ANSWERS if "rlhf_type" not in values else ()  # there they are learnt from
-    if not _answers(values):
+    if not answers(values):
         idle = (*idle, *of_answers)
-    if not (_is_on(values, "keep_best") or "early_stop" in values):
+    if not (is_on(values, "keep_best") or "early_stop" in values):
         idle = (*idle, "best_metric")
     if values.get("sequence_parallel", ["1"]) != ["1"]:
-        if _is_on(values, "liger_kernel"):
+        if is_on(values, "liger_kernel"):
             values.setdefault("chunked_loss", ["yes"])
         notes += [
             f"{options.flag(name)} {' '.join(values.pop(name))} is left out: {why}"
             for name, why in OF_WHOLE_ROWS.items()
             if name in values
         ]
-    if not _holds_out(values) and not {"keep_best", "early_stop"} & set(values):
+    if not holds_out(values) and not {"keep_best", "early_stop"} & set(values):
         notes += [
             f"{options.flag(name)} {' '.join(values.pop(name))} is left out: there are no rows to evaluate on"
             for name in (*EVALUATIONS, *of_answers)

@@ -68,11 +68,10 @@ TOLD = (
     *("teacher_model_server", "adapters", "ref_adapters"),
     *("sync_ref_steps", "reward_funcs", "reward_weights", "format_pattern", "scale_rewards", "max_completion_length"),
     *("stop_words", "advantage_estimator", "kl_in_reward", "teacher_kl_coef", "sft_alpha", "gkd_logits_topk"),
-    *(*CHORD, *FIPO),
     *("tools", "environments", "max_tool_calling_iterations", "dynamic_sample", "max_resample_times"),
     *("temperature", "top_p", "top_k", "repetition_penalty", "epsilon", "epsilon_high", "delta"),
     *("importance_sampling_level", "mask_truncated_completions", "lmbda", "seq_kd", "gamma", "gae_lambda"),
-    *("value_weight", "value_clip"),
+    *("value_weight", "value_clip", *CHORD, *FIPO),
 )
 
 

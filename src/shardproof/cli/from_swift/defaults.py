@@ -48,3 +48,17 @@ def takes_betas(values: dict[str, list[str]]) -> bool:
     """Whether the optimizer of a command takes AdamW's numbers: muon where there is something for AdamW."""
     optimizer = values.get("optimizer", ["adamw"])[0]
     return optimizer in ("adamw", "adamw_8bit", "galore") or (optimizer == "muon" and values["tuner"] == ["full"])
+
+
+def is_on(values: dict[str, list[str]], name: str) -> bool:
+    return values.get(name, ["no"])[:1] not in (["no"], ["false"])
+
+
+def answers(values: dict[str, list[str]]) -> bool:
+    """Whether an evaluation is answered."""
+    return is_on(values, "predict_with_generate")
+
+
+def holds_out(values: dict[str, list[str]]) -> bool:
+    """Whether there are rows to evaluate on."""
+    return bool({"val_dataset", "cached_val_dataset"} & set(values)) or any(map(float, values.get("val_split", [])))

@@ -1,4 +1,4 @@
-"""What Swift's kinds of tuners other than LoRA are here."""
+"""What Swift's kinds of tuners other than LoRA, and GaLore, are here."""
 
 from __future__ import annotations
 
@@ -38,3 +38,31 @@ def of_other_tuners(values: dict[str, list[str]]) -> None:
         given.setdefault(name, f"{name}={value}")
     if given:
         values["tuner_arguments"] = [*given.values()]
+
+
+# Options of its other adapters, as PEFT's configurations call them.
+OF_TUNERS = {
+    **{f"adalora_{name}": name for name in ("target_r", "init_r", "tinit", "tfinal", "deltaT", "beta1", "beta2")},
+    "adalora_orth_reg_weight": "orth_reg_weight",
+    **{f"boft_{name}": f"boft_{name}" for name in ("block_size", "block_num", "n_butterfly_factor", "dropout")},
+    "vera_rank": "r",
+    **{f"vera_{name}": name for name in ("projection_prng_key", "d_initial")},
+    "vera_dropout": "vera_dropout",
+    **{f"fourier_{name}": name for name in ("n_frequency", "scaling")},
+}
+
+
+def of_tuner(name: str, values: list[str]) -> list[tuple[str, list[str]]]:
+    return [("tuner_arguments", [f"{name}={values[0]}"])] if values and values[0].lower() != "none" else []
+
+
+OF_GALORE = {"galore_rank": "rank", "galore_update_proj_gap": "update_gap", "galore_scale": "scale"}
+
+
+def of_galore(name: str, values: list[str]) -> list[tuple[str, list[str]]]:
+    return [("optimizer_arguments", [f"{name}={values[0]}"])] if values else []
+
+
+def use_galore(values: list[str]) -> list[tuple[str, list[str]]]:
+    on = not values or values[0].lower() in ("true", "yes", "1")
+    return [("optimizer", ["galore"])] if on else []

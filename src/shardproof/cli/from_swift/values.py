@@ -10,6 +10,7 @@ from typing import Any
 
 from shardproof.cli.from_swift import ray
 from shardproof.cli.from_swift.missing import INSTEAD, missing
+from shardproof.cli.from_swift.tuners import OF_GALORE, OF_TUNERS, of_galore, of_tuner, use_galore
 from shardproof.data.encoding.agents import check_agent
 from shardproof.data.encoding.weights import BUILT_IN
 from shardproof.data.forms.formats import FIELDS
@@ -312,34 +313,6 @@ def _of_trl(name: str, values: list[str]) -> Ours:
     return [("trl_arguments", [f"{name}={values[0]}"])]
 
 
-# Options of its other adapters, as PEFT's configurations call them.
-OF_TUNERS = {
-    **{f"adalora_{name}": name for name in ("target_r", "init_r", "tinit", "tfinal", "deltaT", "beta1", "beta2")},
-    "adalora_orth_reg_weight": "orth_reg_weight",
-    **{f"boft_{name}": f"boft_{name}" for name in ("block_size", "block_num", "n_butterfly_factor", "dropout")},
-    "vera_rank": "r",
-    **{f"vera_{name}": name for name in ("projection_prng_key", "d_initial")},
-    "vera_dropout": "vera_dropout",
-    **{f"fourier_{name}": name for name in ("n_frequency", "scaling")},
-}
-
-
-def _of_tuner(name: str, values: list[str]) -> Ours:
-    return [("tuner_arguments", [f"{name}={values[0]}"])] if values and values[0].lower() != "none" else []
-
-
-OF_GALORE = {"galore_rank": "rank", "galore_update_proj_gap": "update_gap", "galore_scale": "scale"}
-
-
-def _of_galore(name: str, values: list[str]) -> Ours:
-    return [("optimizer_arguments", [f"{name}={values[0]}"])] if values else []
-
-
-def _use_galore(values: list[str]) -> Ours:
-    on = not values or values[0].lower() in ("true", "yes", "1")
-    return [("optimizer", ["galore"])] if on else []
-
-
 def _tuner(values: list[str]) -> Ours:
     """LoRA of the language model beside towers that are trained whole has a name of its own there."""
     if " ".join(values).lower() != "lora_llm":
@@ -413,9 +386,9 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "teacher_deepspeed": _of_teacher,
     "offload_teacher_model": _kept_teacher,
     **{theirs: partial(_of_trl, trl) for theirs, trl in OF_TRL.items()},
-    **{theirs: partial(_of_tuner, name) for theirs, name in OF_TUNERS.items()},
-    "use_galore": _use_galore,
-    **{theirs: partial(_of_galore, name) for theirs, name in OF_GALORE.items()},
+    **{theirs: partial(of_tuner, name) for theirs, name in OF_TUNERS.items()},
+    "use_galore": use_galore,
+    **{theirs: partial(of_galore, name) for theirs, name in OF_GALORE.items()},
     **dict.fromkeys(("tuner_type", "train_type", "sft_type"), _tuner),
     **{f"freeze_{name}": partial(_freeze, name) for name in TOWERS},
     **{f"{name}_lr": partial(_rate, name) for name in ("vit", "aligner")},

@@ -69,20 +69,20 @@ class EncodeReport:
         Raises:
             DataError: it is too long, and that is an error.
         """
-        length, labels = len(labelled[0]), labelled[1]
+        length = len(labelled[0])
         self.longest = max(self.longest, length)
         self.shortest = min(self.shortest or length, length)
         if max_length is not None and length > max_length:
             if truncation == "raise":
                 raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {max_length}.")
-            if truncation == "split" and IGNORE not in labels[1:]:
+            if truncation == "split" and IGNORE not in labelled[1][1:]:
                 return self._take_pieces(labelled, max_length)
             if truncation in ("drop", "split"):
                 self.dropped += 1
                 return []
             part = slice(max_length) if truncation == "right" else slice(length - max_length, length)
             labelled = tuple(column[part] for column in labelled)
-            labels = labelled[1]
+        labels = labelled[1]
         learnt = len(labels) - labels.count(IGNORE)
         if learnt == 0 or (learnt == 1 and labels[0] != IGNORE):  # the first token is never predicted
             self.unlearnable += 1
@@ -97,9 +97,7 @@ class EncodeReport:
         """A long text, one piece after the other; a last token alone has nothing to be predicted from."""
         parts = [slice(start, start + size) for start in range(0, len(labelled[0]) - 1, size)]
         pieces: list[Labelled] = [tuple(column[part] for column in labelled) for part in parts]
-        self.kept += 1
-        self.split += 1
-        self.pieces += len(pieces)
+        self.kept, self.split, self.pieces = self.kept + 1, self.split + 1, self.pieces + len(pieces)
         self.tokens += sum(len(ids) for ids, *_ in pieces)
         self.learnt_tokens += sum(len(labels) - labels.count(IGNORE) for _, labels, *_ in pieces)
         return pieces

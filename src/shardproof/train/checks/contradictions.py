@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardproof.data.forms.formats import FIELDS
-from shardproof.errors import ConfigError, did_you_mean
+from shardproof.errors import ConfigError
 from shardproof.models.families.anatomy import check_part_names
 from shardproof.models.families.family import TALKER
 from shardproof.plugins import KINDS as PLUGINS
+from shardproof.train.checks.scheduler import check_scheduler
 from shardproof.train.checks.tuners import check_tuner
 from shardproof.train.model.changes import check_rope, tokens_of
 from shardproof.train.options.config import EIGHT_BITS, GALORE, MUON, SELECTIVE, RunConfig
@@ -76,15 +77,6 @@ NOT_OF = {
 }
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
-# What transformers' schedules take besides the numbers of steps.
-OF_SCHEDULER: dict[str, tuple[str, ...]] = {
-    "cosine": ("num_cycles",),
-    "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
-    "cosine_with_restarts": ("num_cycles",),
-    "polynomial": ("lr_end", "power"),
-    "inverse_sqrt": ("timescale",),
-}
-
 
 def check_together(config: RunConfig) -> None:
     """Raise ConfigError for an option that would silently do nothing, or that contradicts another."""
@@ -122,7 +114,7 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError("--truncation split is for text that sft learns whole: take drop, right or left.")
     _check_optimizer(config)
     _check_four_bits(config)
-    _check_scheduler(config)
+    check_scheduler(config)
     if config.keep_gathered and 3 not in (config.stage, getattr(config, "frozen_stage", None)):
         raise ConfigError(f"--keep-gathered is of --stage 3: at stage {config.stage} weights are whole until the step.")
     check_offload(config.offload)
@@ -357,27 +349,6 @@ def check_offload(offload: str | None, option: str = "--offload ") -> None:
         raise ConfigError(f"{option}{offload} is none of optimizer, all, nvme:FOLDER.")
     if not Path(folder).is_dir():
         raise ConfigError(f"{option}nvme:{folder}: there is no such folder. Make it on a fast local disk.")
-
-
-def _check_scheduler(config: RunConfig) -> None:
-    known, given = OF_SCHEDULER.get(config.lr_scheduler, ()), config.lr_scheduler_kwargs
-    for name in given:
-        if name not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            hint = did_you_mean(name, known) or f" --lr-scheduler {config.lr_scheduler}: {takes}."
-            raise ConfigError(f"--lr-scheduler-kwargs {name}: {config.lr_scheduler} has no such argument.{hint}")
-        if given[name] < 0 or (given[name] == 0 and name == "timescale"):
-            least = "more than 0" if name == "timescale" else "0 or more"
-            raise ConfigError(f"--lr-scheduler-kwargs {name}={given[name]:g}: it should be {least}.")
-    if config.lr_scheduler == "polynomial" and config.rate <= (end := given.get("lr_end", 1e-7)):
-        raise ConfigError(
-            f"--lr-scheduler polynomial falls to lr_end, which is {end:g}, and --learning-rate {config.rate:g} is not"
-            " above it: give a smaller --lr-scheduler-kwargs lr_end."
-        )
-    if config.lr_scheduler == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(given)) != 1:
-        raise ConfigError(
-            "--lr-scheduler cosine_with_min_lr needs one of min_lr and min_lr_rate: --lr-scheduler-kwargs min_lr=1e-6."
-        )
 
 
 def _check_mixture(config: RunConfig) -> None:

@@ -44,6 +44,7 @@ from shardproof.train.model.reward_models import check_reward_model, check_value
 from shardproof.train.options.config import Batch, SftConfig
 from shardproof.train.options.option import flag
 from shardproof.train.options.rlhf_config import FIPO, REWARDED, RlhfConfig
+from shardproof.train.rlhf.against import check_can_go_on, check_ends
 from shardproof.train.rlhf.algorithms import ALGORITHMS, check_algorithm, own_arguments
 from shardproof.train.rlhf.chord import check_chord, encoded_experts, experts_of
 from shardproof.train.rlhf.environments import check_environments, check_room, factory_of
@@ -91,7 +92,7 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
     check_tools(config)
     check_environments(config)
     check_algorithm(config, batch)
-    _check_ends(config)
+    check_ends(config)
     check_can_go_on(config)
     if config.adapters and (config.freeze or config.train_parts):
         raise ConfigError(  # asking the reference, PEFT makes all of them trainable again
@@ -118,19 +119,6 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
     return batch
 
 
-def _check_ends(config: RlhfConfig) -> None:
-    """Raise ConfigError for texts at which no answer can end."""
-    against = {
-        "mask_truncated_completions": "TRL takes an answer that ends at a text for one that was cut",
-        **dict.fromkeys(("tools", "environments"), "an answer stops at a call, and goes on behind it"),
-    }
-    for name, why in against.items():
-        if config.stop_words and getattr(config, name):
-            raise ConfigError(f"--stop-words and {flag(name)}: {why}. Leave one of them out.")
-    if config.stop_words and config.rlhf_type == "gkd" and not (config.lmbda or config.seq_kd):
-        raise ConfigError("--stop-words: with --lmbda 0 no answers are written. Leave it out, or add --seq-kd.")
-
-
 def check_scorer(config: RlhfConfig) -> None:
     """Raise ConfigError for a model that is to give scores or values, and cannot."""
     if config.rlhf_type == "rm":
@@ -139,21 +127,6 @@ def check_scorer(config: RlhfConfig) -> None:
         if config.value_model:
             check_value_model(config.value_model, config.trust_remote_code)
         check_backbone(config, VALUER, config.value_model)
-
-
-def check_can_go_on(config: RlhfConfig) -> None:
-    """Raise ConfigError for a run that could not be the same after a checkpoint."""
-    if config.resume is None and (config.save_only_model or not config.writes_checkpoints):
-        return
-    why = None
-    if config.rlhf_type == "ppo":
-        why = "--rlhf-type ppo trains two models, and a checkpoint holds one"
-    if config.sync_ref_steps:
-        why = "--sync-ref-steps moves the reference, which is not in a checkpoint"
-    if config.precompute_ref:
-        why = "--precompute-ref asks the model as it was before the first step, which is gone when a run goes on"
-    if why:
-        raise ConfigError(f"{why}: leave out --save-steps and --resume, or add --save-only-model.")
 
 
 def read(config: RlhfConfig) -> tuple[Any, Any]:

@@ -1,0 +1,35 @@
+"""Options of `shardproof rlhf` that go against each other."""
+
+from __future__ import annotations
+
+from shardproof.errors import ConfigError
+from shardproof.train.options.option import flag
+from shardproof.train.options.rlhf_config import RlhfConfig
+
+
+def check_ends(config: RlhfConfig) -> None:
+    """Raise ConfigError for texts at which no answer can end."""
+    against = {
+        "mask_truncated_completions": "TRL takes an answer that ends at a text for one that was cut",
+        **dict.fromkeys(("tools", "environments"), "an answer stops at a call, and goes on behind it"),
+    }
+    for name, why in against.items():
+        if config.stop_words and getattr(config, name):
+            raise ConfigError(f"--stop-words and {flag(name)}: {why}. Leave one of them out.")
+    if config.stop_words and config.rlhf_type == "gkd" and not (config.lmbda or config.seq_kd):
+        raise ConfigError("--stop-words: with --lmbda 0 no answers are written. Leave it out, or add --seq-kd.")
+
+
+def check_can_go_on(config: RlhfConfig) -> None:
+    """Raise ConfigError for a run that could not be the same after a checkpoint."""
+    if config.resume is None and (config.save_only_model or not config.writes_checkpoints):
+        return
+    why = None
+    if config.rlhf_type == "ppo":
+        why = "--rlhf-type ppo trains two models, and a checkpoint holds one"
+    if config.sync_ref_steps:
+        why = "--sync-ref-steps moves the reference, which is not in a checkpoint"
+    if config.precompute_ref:
+        why = "--precompute-ref asks the model as it was before the first step, which is gone when a run goes on"
+    if why:
+        raise ConfigError(f"{why}: leave out --save-steps and --resume, or add --save-only-model.")
