@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardproof
-from shardproof.errors import DesyncError
+from shardproof.errors import DesyncError, StaleWeightsError
 from zero.test_hybrid import mesh_of
 
 STAGES = [0, 1, 2, 3]
@@ -252,7 +252,7 @@ def on_some_paths(stage: int, factor: float) -> str:
     torch.manual_seed(100 + dist.get_rank())
     try:
         for step in range(6):
-            model(torch.randn(4, FEATURES), (step + dist.get_rank()) % 3).pow(2).mean().backward()
+            model(torch.randn(4, FEATURES), (step + dist.get_rank()) % 2).pow(2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     except DesyncError as error:
@@ -267,6 +267,18 @@ def test_an_edit_in_a_forward_that_some_ranks_do_not_come_to(run2, stage):
     for text in run2(on_some_paths, stage, 0.5):
         assert text.startswith("'seldom.scale'")
         assert "different values" in text
+
+
+def edited_again() -> None:
+    """What the first use has saved is another value when the second has begun: torch refuses it without us, too."""
+    model = shardproof.shard(Clamped(1.0), 0, units=[Scaled])
+    loss = model(torch.randn(4, FEATURES), 2).sum()
+    with pytest.raises(StaleWeightsError, match=r"'seldom\.scale' were changed between the forward pass"):
+        loss.backward()
+
+
+def test_an_edit_between_two_uses_in_one_forward_is_refused_at_once_where_ranks_hold_everything(run2):
+    run2(edited_again)
 
 
 def large(stage: int, per_rank: bool) -> str:
