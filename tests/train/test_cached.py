@@ -15,7 +15,7 @@ from shardproof.cli import data, sft, training
 from shardproof.data.rows import Row, read_rows
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.options.rlhf_config import RlhfConfig
-from shardproof.train.run import recipe_of
+from shardproof.train.run import processing_of, recipe_of
 
 CACHED = ["--cached-dataset", "RUNS/kept/train"]
 WITH_VAL = [*CACHED, "--cached-val-dataset", "RUNS/kept/val"]
@@ -239,6 +239,18 @@ REFUSED = {
 def test_rows_that_were_encoded_in_another_way_are_refused(tiny: Path, folder: Path, options: str) -> None:
     with pytest.raises(ConfigError, match=REFUSED[options]):
         encoded(tiny, folder / "train", *options.split())
+
+
+def test_a_form_of_tools_is_that_of_the_run(tiny: Path, rows: Path, tmp_path: Path) -> None:
+    form = ["--agent-template", "react_en"]
+    argv = ["encode", "--model", str(tiny), "--dataset", str(rows), "--output-dir", str(tmp_path / "kept"), *form]
+    assert data.run(argv) == 0
+    config, _ = sft.parse(["--model", str(tiny), "--cached-dataset", str(tmp_path / "kept" / "train"), *form])
+    recipe: Any = recipe_of(config)
+    found, _ = recipe.read(config)
+    assert len(recipe.encode(config, found, processing_of(str(tiny), config))) == len(found)
+    with pytest.raises(ConfigError, match="another chat template than that of this run"):
+        encoded(tiny, tmp_path / "kept" / "train")
 
 
 def test_rows_of_another_command_are_refused_before_anything_is_read(tiny: Path, folder: Path) -> None:

@@ -9,12 +9,11 @@ from typing import Any
 
 from shardproof.data.cached import remove, write
 from shardproof.data.encoding.dated import day_of
-from shardproof.data.encoding.template import set_template
 from shardproof.errors import ConfigError
 from shardproof.train import run
 from shardproof.train.folder import BASE
 from shardproof.train.model.changes import tokens_of
-from shardproof.train.model.loading import load_processing, tokenizer_of
+from shardproof.train.model.loading import tokenizer_of
 from shardproof.train.options.config import RunConfig
 from shardproof.train.rlhf.pictures import are_pictured
 from shardproof.train.rows.cached import to_be_kept
@@ -45,8 +44,7 @@ def encode(config: RunConfig, folder: Path) -> list[Kept]:
         config = config.model_copy(update={"new_special_tokens": tokens_of(names)})
     found: list[tuple[str, Any, Any]] = []
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
-        processing = load_processing(run.model_source(config, Path(scratch) / BASE, rows), config)
-        set_template(processing, config.chat_template, config.template_variables)
+        processing = run.processing_of(run.model_source(config, Path(scratch) / BASE, rows), config)
         day = day_of(tokenizer_of(processing))
         for name, those in ((TRAIN, rows), (VAL, val_rows)):
             if those is None:

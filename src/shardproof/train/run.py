@@ -201,8 +201,7 @@ def prepare(
             check_looks_back(source, config.trust_remote_code)
         if not config.external_plugins:
             check_can_unpack(source)
-        processing = load_processing(source, config)
-        set_template(processing, config.chat_template, config.template_variables, config.agent_template)
+        processing = processing_of(source, config)
         tokenizer = tokenizer_of(processing)
         keep_day(tokenizer, day_of_run(begin[0]) if begin else day_of_rows(rows))
         config = check_named_parts(source, config, model_kind)
@@ -243,6 +242,17 @@ def prepare(
     prepared.starts, prepared.order, prepared.lock = begin, order, folder.lock
     prepared.logged = folder.checksum_of_steps()
     return prepared
+
+
+def processing_of(source: str, config: RunConfig) -> Any:
+    """The processor or tokenizer of a run, with the chat template that its options make.
+
+    Raises:
+        ConfigError: as `load_processing` and `set_template`.
+    """
+    found = load_processing(source, config)
+    set_template(found, config.chat_template, config.template_variables, config.agent_template)
+    return found
 
 
 def model_source(config: RunConfig, scratch: Path, rows: Any) -> str:

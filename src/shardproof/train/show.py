@@ -11,13 +11,12 @@ from typing import Any
 
 from shardproof.data.encoding.embed import texts_of
 from shardproof.data.encoding.encode import IGNORE
-from shardproof.data.encoding.template import set_template
 from shardproof.data.encoding.template_syntax import check_template
 from shardproof.data.encoding.weights import WEIGHTS
 from shardproof.errors import DataError
 from shardproof.train import run
 from shardproof.train.folder import BASE
-from shardproof.train.model.loading import load_processing, tokenizer_of
+from shardproof.train.model.loading import tokenizer_of
 from shardproof.train.options.config import SftConfig
 from shardproof.train.seq_cls.labelling import labels_of
 
@@ -70,8 +69,7 @@ def show(config: SftConfig, count: int) -> tuple[list[Shown], Any]:
     rows, _ = recipe.read(config)
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
         source = run.model_source(config, Path(scratch) / BASE, rows)
-        processing = load_processing(source, config)
-        set_template(processing, config.chat_template, config.template_variables, config.agent_template)
+        processing = run.processing_of(source, config)
         report = recipe.encode(config, rows, processing).report
         config = config.model_copy(update={"workers": 0, "packing": False})  # for one row at a time
         return [_shown(config, rows[i : i + 1], processing) for i in range(min(count, len(rows)))], report
