@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,18 +15,14 @@ from shardproof.errors import ConfigError
 from shardproof.train.optim.galore import GaLore
 from shardproof.train.optim.matrices import GaLoreAndAdamW
 from shardproof.train.optim.optimizers import check_arguments
+from train import test_muon
 from train.test_optimizers import trained
 from zero.models import Net
 
 HOW = {"rank": 2, "update_gap": 2, "scale": 0.5}
 
 
-def of_matrices(params: Any) -> GaLoreAndAdamW:
-    """Each matrix by GaLore."""
-    params = list(params)
-    whole = [p for p in params if p.dim() == 2]
-    rest = [p for p in params if p.dim() != 2]
-    return GaLoreAndAdamW([{"params": whole}, {"params": rest, "elementwise": True}], lr=0.02, weight_decay=0.1, **HOW)
+of_matrices = functools.partial(test_muon.of_matrices, kind=GaLoreAndAdamW, **HOW)
 
 
 def close(weights: dict[str, Any], got: dict[str, Any]) -> bool:

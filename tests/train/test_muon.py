@@ -12,19 +12,19 @@ from torch import nn
 
 import shardproof
 from shardproof.errors import ConfigError
-from shardproof.train.optim.matrices import MuonAndAdamW, matrices, muon
+from shardproof.train.optim.matrices import MatricesAndAdamW, MuonAndAdamW, matrices, muon
 from shardproof.train.optim.optimizers import made_by
 from train.test_optimizers import trained
 from train.test_shortcuts import qwen
 from zero.models import Net
 
 
-def of_matrices(params: Any) -> MuonAndAdamW:
-    """Each matrix by Muon."""
+def of_matrices(params: Any, kind: type[MatricesAndAdamW] = MuonAndAdamW, **how: Any) -> MatricesAndAdamW:
+    """Each matrix by Muon, or by what `kind` has for matrices."""
     params = list(params)
     whole = [p for p in params if p.dim() == 2]
     rest = [p for p in params if p.dim() != 2]
-    return MuonAndAdamW([{"params": whole}, {"params": rest, "elementwise": True}], lr=0.02, weight_decay=0.1)
+    return kind([{"params": whole}, {"params": rest, "elementwise": True}], lr=0.02, weight_decay=0.1, **how)
 
 
 def close(weights: dict[str, Any], got: dict[str, Any]) -> bool:

@@ -295,7 +295,7 @@ PLAINLY = {"attn": None, "packing": False, "padding_free": False, "sequence_para
 
 def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, model_type: str | None) -> tuple[Any, Any]:
     """The model that the run of a checkpoint began with, with the weights of the checkpoint."""
-    from shardproof.data.encoding.template import set_template
+    from shardproof.train.run import processing_of
 
     file = path.parent / CONFIG
     if not file.is_file():
@@ -323,8 +323,7 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
     if config.tuner != "full":
         tell_other_weights(path.parent, source)
         check_begun(config, path)
-    processing = load_processing(source, config)
-    set_template(processing, config.chat_template, config.template_variables, config.agent_template)
+    processing = processing_of(source, config)
     if options.get("rlhf_type") == "rm":
         head = {"num_labels": 1, "pad_token_id": tokenizer_of(processing).pad_token_id}
         model = with_adapters(_ordinary(load_model(source, config, SCORER, **head)), config, "SEQ_CLS")

@@ -1,6 +1,13 @@
 """Options of ms-swift that have no equivalent here: which decide nothing, which are refused, and what to do instead."""
 
+from collections.abc import Sequence
+
 from shardproof.errors import ConfigError
+
+
+def is_on(values: Sequence[str]) -> bool:
+    """Whether a switch of ms-swift's is on, which it is without a value, too."""
+    return not values or values[0].lower() in ("true", "yes", "1")
 
 
 def missing(said: str, instead: str = "") -> ConfigError:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 
-from shardproof.cli.from_swift.missing import INSTEAD, missing
+from shardproof.cli.from_swift.missing import INSTEAD, is_on, missing
 
 
 def launcher(values: list[str]) -> list[tuple[str, list[str]]]:
     """`--use_ray true`."""
-    on = not values or values[0].lower() in ("true", "yes", "1")
+    on = is_on(values)
     return [("launcher", ["ray"])] if on else []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardproof.cli.from_swift.missing import is_on
 from shardproof.train.options.tuners import OTHER_NAMES
 
 OF_TUNER = {  # its defaults, by kind, where PEFT's is another
@@ -64,5 +65,4 @@ def of_galore(name: str, values: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def use_galore(values: list[str]) -> list[tuple[str, list[str]]]:
-    on = not values or values[0].lower() in ("true", "yes", "1")
-    return [("optimizer", ["galore"])] if on else []
+    return [("optimizer", ["galore"])] if is_on(values) else []

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.cli.from_swift import ray
-from shardproof.cli.from_swift.missing import INSTEAD, missing
+from shardproof.cli.from_swift.missing import INSTEAD, is_on, missing
 from shardproof.cli.from_swift.tuners import OF_GALORE, OF_TUNERS, of_galore, of_tuner, use_galore
 from shardproof.data.encoding.agents import check_agent
 from shardproof.data.encoding.weights import BUILT_IN
@@ -23,7 +23,7 @@ Ours = list[tuple[str, list[str]]]  # our option and its values
 
 def _precision(name: str, values: list[str]) -> Ours:
     """`--bf16 true` and `--fp16 true`."""
-    on = not values or values[0].lower() in ("true", "yes", "1")
+    on = is_on(values)
     return [("precision", [name])] if on else []
 
 
@@ -187,7 +187,7 @@ def _agent(values: list[str]) -> Ours:
 
 
 def _dft(values: list[str]) -> Ours:
-    on = not values or values[0].lower() in ("true", "yes", "1")
+    on = is_on(values)
     return [("loss_type", ["dft"])] if on else []
 
 
@@ -281,7 +281,7 @@ TOWERS = {"llm": ["llm"], "vit": ["vision", "audio"], "aligner": ["aligner"]}
 
 
 def _freeze(name: str, values: list[str]) -> Ours:
-    frozen = not values or values[0].lower() in ("true", "yes", "1")
+    frozen = is_on(values)
     return [("freeze", TOWERS[name])] if frozen else []
 
 

@@ -232,12 +232,6 @@ def optimizer_of(config: PlanConfig) -> Callable[..., torch.optim.Optimizer]:
     from shardproof.train.optim.matrices import GaLoreAndAdamW, MuonAndAdamW, for_matrices
     from shardproof.train.optim.optimizers import adafactor, check_arguments
 
-    class MuonStates(MuonAndAdamW):
-        makers = MuonAndAdamW.makers | {True: AdamWStates}
-
-    class GaLoreStates(GaLoreAndAdamW):
-        makers = GaLoreAndAdamW.makers | {True: AdamWStates}
-
     check_arguments(config)
     given: Any = config.optimizer_arguments
     registered = load(config.external_plugins).find("optimizer", config.optimizer)
@@ -246,8 +240,9 @@ def optimizer_of(config: PlanConfig) -> Callable[..., torch.optim.Optimizer]:
     if config.optimizer == EIGHT_BITS:
         return _eight_bits
     if config.optimizer in (MUON, GALORE):
-        kind = MuonStates if config.optimizer == MUON else GaLoreStates
-        return partial(for_matrices, kind=kind, **given)
+        kind = MuonAndAdamW if config.optimizer == MUON else GaLoreAndAdamW
+        states: Any = type(kind.__name__, (kind,), {"makers": kind.makers | {True: AdamWStates}})
+        return partial(for_matrices, kind=states, **given)
     return partial(_by_chance, device=config.device) if config.stochastic_rounding else AdamWStates
 
 
