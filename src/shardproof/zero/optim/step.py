@@ -21,9 +21,9 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from shardproof.errors import DesyncError, EngineError
-from shardproof.zero.device import address_of
 from shardproof.zero.optim.outside import Outside
 from shardproof.zero.optim.owners import Owners
+from shardproof.zero.optim.slices import Slices
 from shardproof.zero.optim.state import (
     beside,
     check_loaded,
@@ -40,7 +40,6 @@ from shardproof.zero.tensors.parameter import ShardedParameter, by_engine, writt
 
 if TYPE_CHECKING:
     from shardproof.zero.schedule.engine import Engine
-    from shardproof.zero.units.flat import Flat
 
 # Of class names (lower case): optimizers that want whole parameters, some of which do so from a later step on only.
 _PER_PARAMETER = re.compile(
@@ -158,15 +157,14 @@ class _Swap:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.pairs: Pairs = []
-        # Of each pair: the gradient, the version of the slice, and where it lies.
-        self.given: list[tuple[torch.Tensor | None, int, int]] = []
+        self.slices: list[Slices] = []
         self.owned: list[tuple[Owners, list[tuple[ShardedParameter, torch.Tensor]], dict[int, torch.Tensor]]] = []
         self.lists: list[list[torch.Tensor]] = []  # of each group its parameters
         self.first: list[tuple[Engine, Pairs, list[tuple[bool, int]]]] = []
 
-    def enter(self) -> None:
+    def enter(self, params: list[ShardedParameter] | None = None) -> None:
         optimizer = self.optimizer
-        params = sharded_in(optimizer)
+        params = sharded_in(optimizer) if params is None else params
         engines = by_engine(params)
         for engine in engines:
             engine.before_step()
@@ -178,27 +176,30 @@ class _Swap:
                 setattr(optimizer, name, told.cpu())
         whole = updated_whole(optimizer) if any(engine.sharded for engine in engines) else set()
         local_of = self._gather_whole([p for p in params if p.flat.engine.sharded and id(p) in whole])
-        for flat, members in itertools.groupby(params, key=attrgetter("flat")):  # what is of the flat is asked for once
-            grads = None if flat.grad is None else flat.grad_locals
-            for p in members:
-                local = local_of.get(id(p))
-                if local is None:
-                    local = local_of[id(p)] = flat.locals[p.index]
-                    local.grad = grads[p.index] if grads is not None and flat.has_grad[p.index] else None
-                self.pairs.append((p, local))
-                self.given.append((local.grad, local._version, local.data_ptr()))
-        stepped = optimizer.__dict__.get("_shardproof_steps")
+        for flat, members in itertools.groupby(params, key=attrgetter("flat")):
+            here = Slices(flat, [p for p in members if id(p) not in local_of])
+            self.slices.append(here)
+            local_of.update(zip(map(id, here.params), here.locals, strict=True))
+        self.pairs = [(p, local_of[id(p)]) for p in params]
         for p, local in self.pairs:
             if len(p.__dict__) > 2:  # more than what every one has
                 local.__dict__.update(written_on(p))
-            if (state := optimizer.state.pop(p, None)) is not None:
-                state = state if stepped else in_master_dtype(p, state)
-                optimizer.state[local] = beside(p, state if id(p) in whole else cut(state, p))
+                p.flat.engine.note_written_on(p)
+        self._exchange_state(whole)
         # Not every optimizer passes over what has no gradient: what another rank updates is not there.
         elsewhere = {id(p) for p, local in self.pairs if local is p.stand_in and local.grad is None}
         for group in optimizer.param_groups:
             self.lists.append(group["params"])
             group["params"] = [local_of.get(id(p), p) for p in group["params"] if id(p) not in elsewhere]
+
+    def _exchange_state(self, whole: set[int]) -> None:
+        """State is that of slices for the time of the step, but of those parameters that are updated `whole`."""
+        state = self.optimizer.state
+        stepped = self.optimizer.__dict__.get("_shardproof_steps")
+        for p, local in self.pairs if state else ():
+            if (known := state.pop(p, None)) is not None:
+                known = known if stepped else in_master_dtype(p, known)
+                state[local] = beside(p, known if id(p) in whole else cut(known, p))
 
     def _gather_whole(self, params: list[ShardedParameter]) -> dict[int, torch.Tensor]:
         """What stands in for each parameter: the whole with its gradient on its owner, elsewhere nothing."""
@@ -250,50 +251,27 @@ class _Swap:
                 p.flat.changed(p.index)
         for group, params in zip(optimizer.param_groups, self.lists, strict=False):
             group["params"] = params
-        changed: dict[Flat, list[int]] = {}
-        for (p, local), (grad, version, at) in zip(self.pairs, self.given, strict=True):
-            flat = p.flat
+        for p, local in self.pairs if optimizer.state else ():
             if (state := optimizer.state.pop(local, None)) is not None:
                 optimizer.state[p] = state
-                if flat.home is not None:
-                    flat.home.keep_state(state, local.numel())
-            if local is flat.locals[p.index]:  # no whole one
-                if grad is not None or local._version != version:
-                    changed.setdefault(flat, []).append(p.index)
-                _take_back(p, local, grad, at)
-            local.grad = None
-        for flat, indices in changed.items():
-            flat.changed(*indices)
+                if p.flat.home is not None:
+                    p.flat.home.keep_state(state, local.numel())
+        changed = [(here.flat, here.take_back()) for here in self.slices]
+        for flat, indices in changed:
+            if indices:
+                flat.changed(*indices)
         for value in (value for _, _, values in self.owned for value in values.values()):
-            value.data = value.new_empty(0)
+            value.data, value.grad = value.new_empty(0), None
         for engine in by_engine(p for p, _ in self.pairs):
             engine.unfinished = None
             engine.after_step()
-        self.pairs, self.given, self.owned, self.lists = [], [], [], []
+        self.pairs, self.slices, self.owned, self.lists = [], [], [], []
 
     def abandon(self) -> None:
         """The step has ended in an exception, and somebody goes on."""
         if self.optimizer.__dict__.get("_shardproof_swap") is self:
             del self.optimizer.__dict__["_shardproof_swap"]
         self.leave(complete=False)
-
-
-def _take_back(p: ShardedParameter, local: torch.Tensor, grad: torch.Tensor | None, at: int) -> None:
-    """What a step did to the slice, which lay `at`, beside writing into it: `p.data = ...`, `p.grad = None`,
-    `p.grad = ...`."""
-    flat = p.flat
-    if (local.data_ptr() != at or not at) and local.numel() and address_of(local) != address_of(flat.shard):
-        with torch.no_grad():
-            place = flat.local_of(flat.shard, p.index)
-            local.data = place.copy_(local)
-    left = local.grad
-    if grad is None or left is grad:
-        return
-    if left is None:
-        p.grad = None
-    else:
-        grad.copy_(left)
-        flat.gradient_changed()
 
 
 def with_modes(optimizer: Optimizer) -> None:
@@ -349,7 +327,7 @@ def _enter(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     with_modes(optimizer)
     check_loaded(optimizer, params)
     swap = optimizer.__dict__["_shardproof_swap"] = _Swap(optimizer)
-    swap.enter()
+    swap.enter(params)
     swap.watch()
     if len(args) > 1 and callable(args[1]):
         return (args[0], _around_closure(swap, args[1]), *args[2:]), kwargs

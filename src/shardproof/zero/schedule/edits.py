@@ -80,6 +80,7 @@ def keep_edits(flat: Flat, look: bool) -> None:
         flat.edited |= _edited_unseen(flat)
     if not flat.edited and _as_shown(flat):
         return
+    flat.standing.show_anew()
     for index, view in enumerate(flat.open_views or ()):
         assigned = view.data_ptr() != flat.open_at[index]  # p.data = ...
         another = not view.is_contiguous() or view.numel() != flat.numels[index]  # p.data = p.data.t()

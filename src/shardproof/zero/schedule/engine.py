@@ -154,6 +154,7 @@ class Engine(BelongsToModel):
         look = not in_backward() and self.invariants.looks_at(unit)
         for flat in unit.flats:
             keep_edits(flat, look)
+            flat.standing.look_over()
         self._restore(unit)
         if not self.frugal or in_backward():
             return
@@ -391,6 +392,7 @@ class Engine(BelongsToModel):
         copy._reset_transient()
         copy.take_seat()
         copy._model = weakref.ref(deepcopy(self.model, memo))
+        copy.shown = deepcopy(self.shown, memo)
         copy.units = [deepcopy(u, memo) for u in self.units]
         copy.builder = memo[id(self.builder)] = self.builder.for_copy(copy, memo)
         return copy

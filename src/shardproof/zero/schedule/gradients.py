@@ -131,10 +131,10 @@ class Gradients:
 
     def _reduce(self, flat: Flat) -> None:
         """Start reducing `flat.partial`; finish the oldest reduction when too many are in flight."""
-        partial = flat.take_partial()
         if self.comm.size == 1:
-            flat.add_gradient(partial)
+            flat.keep_partial()
             return
+        partial = flat.take_partial()
         operation = 2 * flat.index + 1
         position = self.engine.want(flat, operation)
         self.engine.count_reduction(flat, partial.nbytes)
@@ -360,9 +360,9 @@ class Gradients:
             flat.give_gradient(index, flat.slice_of(whole, index))
         self.engine.written.note((True, flat.index, index), "=", [value])
 
-    @staticmethod
-    def add_hook(hooks: dict[int, dict[int, Any]], index: int, hook: Any) -> RemovableHandle:
+    def add_hook(self, hooks: dict[int, dict[int, Any]], index: int, hook: Any) -> RemovableHandle:
         """Register a gradient hook of a parameter. Returns a handle with `remove()`."""
+        self.engine.forget_shown()
         handle = RemovableHandle(hooks.setdefault(index, OrderedDict()))
         hooks[index][handle.id] = hook
         return handle

@@ -328,6 +328,7 @@ class ShardedParameter(ShardedValue, nn.Parameter):
             if registered := getattr(p, name):
                 hooks[self.index] = registered
                 setattr(p, name, None)
+                self.flat.engine.forget_shown()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:

@@ -35,7 +35,7 @@ class Accumulated(Layout):
             which gradients were taken out of it.
         grad_dtype: in which contributions are added up and reduced.
         partial: contributions of this rank that are not reduced yet, whole size, or None; `written` says of which
-            parameters.
+            parameters, `places` where.
         used: which parameters got a contribution on this rank since ranks last agreed on that. `grown`: of those with
             post-accumulate-grad hooks, which got one on any rank and are still to be told of it.
         gradient_hooks, post_hooks: by parameter, as torch registers them.
@@ -66,6 +66,7 @@ class Accumulated(Layout):
         self.spare: dict[tuple[int, torch.dtype], ShardedGradient] = {}
         self.parting: list[weakref.ref[ShardedGradient]] = []
         self.partial: torch.Tensor | None = None
+        self.places: list[torch.Tensor] = []
         self.written: set[int] = set()
         self.used = [False] * len(self.shapes)
         self.grown: set[int] = set()
@@ -96,13 +97,14 @@ class Accumulated(Layout):
         """Add `scale` times whole gradients of this rank, by index, to what is not reduced yet."""
         if self.partial is None:
             self.partial = self.engine.pool.take(self.numel, self.grad_dtype)
+            self.places = self.views(self.partial)
         more = [(index, grad) for index, grad in got if index in self.written]
         new = [(index, grad.to_dense() if grad.is_sparse else grad) for index, grad in got if index not in self.written]
         if more:
-            torch._foreach_add_([self.view(self.partial, i) for i, _ in more], [grad for _, grad in more], alpha=scale)
+            torch._foreach_add_([self.places[i] for i, _ in more], [grad for _, grad in more], alpha=scale)
         if not new:
             return
-        places = [self.view(self.partial, index) for index, _ in new]
+        places = [self.places[index] for index, _ in new]
         if len(new) == 1 and scale != 1.0 and new[0][1].dtype == self.grad_dtype:
             torch.mul(new[0][1], scale, out=places[0])  # costs what the copy costs
         else:
@@ -115,8 +117,15 @@ class Accumulated(Layout):
         """The contributions of this rank so far, of the whole size; new ones start anew."""
         partial = cast("torch.Tensor", self.partial)
         self.zero_rest(partial, self.written)
-        self.partial, self.written = None, set()
+        self.partial, self.places, self.written = None, [], set()
         return partial
+
+    def keep_partial(self) -> None:
+        """Of one rank alone: what it has contributed is the gradient, or is added to it."""
+        places, partial = self.places, self.take_partial()
+        self.add_gradient(partial)
+        if self.grad is partial:
+            self._grad_locals = places
 
     def clear_gradient(self, index: int) -> None:
         """`p.grad = None`. The last one to go takes the buffer with it."""

@@ -86,6 +86,7 @@ class Flat(Accumulated):
         differentiable = shard.is_floating_point() or shard.is_complex()
         leaf = shard if self.home is None and self.kept is None else self.zeros(1).expand(shard.shape)
         self.leaf = leaf.detach().requires_grad_(differentiable)
+        self.standing.show_anew()
 
     def place(self, shard: torch.Tensor, apart: bool = False) -> None:
         """Put the values where they shall lie (`apart`: nowhere else), and derive what the optimizer works on.
@@ -216,10 +217,14 @@ class Flat(Accumulated):
 
     def show(self) -> None:
         """A forward begins that sees plain tensors in place of the parameters."""
-        indices = range(len(self.names))
-        # As a parameter's, requires_grad of these does not depend on the mode of the moment.
-        views = unshard(self, indices) if any(self.requires_grad) else self.plain_views(indices)
-        self.open_views, self.open_at = views, [view.data_ptr() for view in views]
+        views = self.standing.shown_before()
+        if views is None:
+            indices = range(len(self.names))
+            # As a parameter's, requires_grad of these does not depend on the mode of the moment.
+            views = unshard(self, indices) if any(self.requires_grad) else self.plain_views(indices)
+            self.open_at = [view.data_ptr() for view in views]
+            self.standing.keep(views)
+        self.open_views = views
         self.open_versions = [view._version for view in views]
         self.open_changes = self.versions.copy()
 
@@ -256,6 +261,7 @@ class Flat(Accumulated):
     def set_requires_grad(self, index: int, flag: bool) -> None:
         """Freeze or unfreeze. The parameter keeps its place; frozen ranges are reduced as zeros."""
         self.requires_grad[index] = flag
+        self.standing.show_anew()
         master = self.engine.master_dtype(self.shard.dtype, flag)
         stays = self.home is not None or self.find_home() is None  # what was trained at home stays there
         if master != self.shard.dtype or not stays:

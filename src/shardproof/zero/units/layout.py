@@ -45,6 +45,7 @@ class Layout:
         self.bounds = [(min(lo, self.shard_numel), min(max(hi, 0), self.shard_numel)) for lo, hi in here]
         edges = [0, *(edge for bounds in self.bounds for edge in bounds), self.shard_numel]
         self._cuts = [last - first for first, last in itertools.pairwise(edges)]
+        self._places = list(zip(self.shapes, self.strides, self.offsets, strict=True))
 
     def range_in_parameter(self, index: int) -> tuple[int, int]:
         """The range of the flattened parameter `index` that this rank holds."""
@@ -73,11 +74,7 @@ class Layout:
     def locals_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """This rank's slices of all parameters in a shard-sized buffer."""
         buffer = shard.detach()
-        if self.parts > 1:
-            return list(buffer.split_with_sizes(self._cuts)[1::2])
-        at, places = buffer.storage_offset(), zip(self.shapes, self.strides, self.offsets, strict=True)
-        # One operation for each: next to cutting and viewing it takes the host half the time.
-        return [buffer.as_strided(shape, stride, at + offset) for shape, stride, offset in places]
+        return list(buffer.split_with_sizes(self._cuts)[1::2]) if self.parts > 1 else self.views(buffer)
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a buffer of the whole size. It has a version of its own."""
@@ -86,6 +83,12 @@ class Layout:
     def view(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         """Parameter `index` in a buffer of the whole size."""
         return whole.as_strided(self.shapes[index], self.strides[index], self.offsets[index])
+
+    def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """All parameters in a buffer of the whole size."""
+        at = whole.storage_offset()
+        # One operation for each: next to cutting and viewing it takes the host half the time.
+        return [whole.as_strided(shape, stride, at + offset) for shape, stride, offset in self._places]
 
     def index_at(self, offset: int) -> int:
         """Which parameter the element at `offset` of the whole buffer belongs to."""

@@ -2,6 +2,12 @@
 
 Nothing is gathered again for backward, so graphs can save the plain views as they are, and torch itself sees when
 values have changed since. Where a process holds all values, the buffer stays over the step, too: it is filled again.
+
+[Note: shown again]
+There what one forward has shown is shown to the next as well, with its node of the graph: to make both anew is a third
+of what a forward costs the host. Such views hold the node, it holds the parameters, and these hold the flat, through
+C++, where Python sees no circle. So the model has them, and not the flat; and nobody has them where something leads
+from a parameter back to the model: a hook, or what was written on the parameter.
 """
 
 from __future__ import annotations
@@ -34,6 +40,40 @@ class Standing:
         """Let the buffer go."""
         self.buffer: torch.Tensor | None = None
         self.bases: list[torch.Tensor] = []
+        self.show_anew()
+
+    def show_anew(self) -> None:
+        """What was shown is not to be shown again."""
+        self.flat.engine.shown.pop(self.flat.index, None)
+
+    def shown_before(self) -> list[torch.Tensor] | None:
+        """What the last forward has shown, if it is what this one would show."""
+        flat = self.flat
+        views = flat.engine.shown.get(flat.index)
+        if views is None:
+            return None
+        if self.buffer is None or address_of(self.buffer) != address_of(flat.gathered):
+            self.show_anew()
+            return None
+        return views
+
+    def look_over(self) -> None:
+        """A forward is over: what it did to the views, others shall not see."""
+        views = self.flat.engine.shown.get(self.flat.index)
+        if views is not None and not all(map(_untouched, views, self.flat.requires_grad)):
+            self.show_anew()
+
+    def keep(self, shown: list[torch.Tensor]) -> None:
+        """What a forward shows, for the next one to show. Of several nodes of one gather, a backward that ended in
+        between would leave something for the next."""
+        engine = self.flat.engine
+        if engine.stands and engine.may_show_again() and len({view.grad_fn for view in shown} - {None}) <= 1:
+            engine.shown[self.flat.index] = shown
+
+    @property
+    def own_uses(self) -> int:
+        """How many views of the buffer are kept here and by the model."""
+        return len(self.bases) + len(self.flat.engine.shown.get(self.flat.index, ()))
 
     def views(self, indices: Sequence[int]) -> list[torch.Tensor]:
         """Parameters of what was gathered, to be shown by one forward."""
@@ -50,14 +90,14 @@ class Standing:
         buffer, flat = self.buffer, self.flat
         if buffer is None or flat.shard.dtype == flat.dtype or buffer.dtype != flat.dtype:
             return None
-        own = 2 + len(self.bases)  # the buffer itself, and its storage in Python
+        own = 2 + self.own_uses  # the buffer itself, and its storage in Python
         return buffer if storage_uses(buffer.untyped_storage()) <= own else None
 
     def uses_of(self, memory: torch.Tensor) -> int:
         """How often this refers to the storage of a tensor, beside the gathered buffer."""
         if self.buffer is None or address_of(self.buffer) != address_of(memory):
             return 0
-        return len(self.bases) + (self.buffer is not self.flat.whole)
+        return self.own_uses + (self.buffer is not self.flat.whole)
 
     def value(self, index: int) -> torch.Tensor:
         """A parameter of what was gathered, outside of graphs. Where that is the shard, an edit of it is one of the
@@ -72,3 +112,8 @@ class Standing:
         if self.bases:
             held += [self.bases[i] for i in indices]
         torch.autograd.graph.increment_version(held)
+
+
+def _untouched(view: torch.Tensor, learns: bool) -> bool:
+    """Whether nobody has done to a view what a new one would not have."""
+    return view.requires_grad is learns and view._backward_hooks is None and not view.retains_grad
