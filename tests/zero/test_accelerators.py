@@ -124,7 +124,7 @@ def test_waits_are_timed_on_a_device_that_is_not_the_present_one(monkeypatch):
     Accelerators(monkeypatch, 2)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: device)
     monkeypatch.setattr(torch, "Event", Event)
-    clock = exposed.clock_of(torch.device("cuda", 1))
+    clock = exposed.Clock(torch.device("cuda", 1))
     assert clock.mark().device == torch.device("cuda", 1)
 
 

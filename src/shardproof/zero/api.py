@@ -30,7 +30,7 @@ from shardproof.zero.checks import (
 )
 from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.comm.world import start_group
-from shardproof.zero.device import backend_for, default_device, imagined
+from shardproof.zero.device import default_device, imagined
 from shardproof.zero.precision import MixedPrecision
 from shardproof.zero.ranks.consensus import BARRIER
 from shardproof.zero.ranks.invariants import some
@@ -224,8 +224,8 @@ def _group(mesh: DeviceMesh | None, device: torch.device) -> dist.ProcessGroup |
                 "from the group (DeviceMesh.from_group) or with init_device_mesh."
             )
         return group
-    if dist.is_available() and not dist.is_initialized() and _launched():
-        start_group(backend=backend_for(device))
+    if not dist.is_initialized() and _launched():
+        start_group(backend=dist.get_default_backend_for_device(device))
         atexit.register(_leave_group)
     return None
 

@@ -72,11 +72,6 @@ def widest_float(device: torch.device) -> torch.dtype:
         return torch.float32
 
 
-def backend_for(device: torch.device) -> str:
-    """The process-group backend that torch itself would choose for `device`."""
-    return dist.get_default_backend_for_device(device)
-
-
 @contextmanager
 def beside(device: torch.device, stream: torch.Stream | None = None) -> Iterator[torch.Stream]:
     """What is queued inside runs on a stream of its own (`stream`, or a new one), after what was queued before."""
@@ -156,7 +151,7 @@ def _peak_of_process() -> int:
 def imagined(group: dist.ProcessGroup | None) -> bool:
     """Whether this process is the only one of the group: torch's "fake" backend moves nothing. All others are then
     taken to do what this one does, without a word. `shardproof plan` runs the engine so, on the meta device."""
-    return dist.is_available() and dist.is_initialized() and dist.get_backend(group) == "fake"
+    return dist.is_initialized() and dist.get_backend(group) == "fake"
 
 
 def address_of(tensor: torch.Tensor) -> int:

@@ -11,55 +11,40 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 AT_ONCE = 8192  # waits that are kept before they are added up
 
 
-class Clock(Protocol):
-    """Marks moments, and tells the seconds between two of them."""
-
-    def mark(self) -> Any: ...
-    def seconds(self, begin: Any, end: Any) -> float: ...
-
-
-class HostClock:
-    """Of the process: on the CPU it is the one that computes."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
-
-
-class DeviceClock:
-    """Of the accelerator: moments on its current stream, which nobody waits for before they are asked for."""
+class Clock:
+    """Marks moments, and tells the seconds between two of them: of the process, which on the CPU is what computes, or
+    of the present stream of the accelerator, where nobody waits for a moment before it is asked for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.of_host = device.type in ("cpu", "meta")
 
-    def mark(self) -> torch.Event:
+    def mark(self) -> Any:
+        if self.of_host:
+            return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self.device))  # which need not be that of the present device
         return event
 
-    def seconds(self, begin: torch.Event, end: torch.Event) -> float:
+    def seconds(self, begin: Any, end: Any) -> float:
+        if self.of_host:
+            return float(end - begin)
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
-
-
-def clock_of(device: torch.device) -> Clock:
-    return HostClock() if device.type in ("cpu", "meta") else DeviceClock(device)
 
 
 class Exposed:
     """Adds up the seconds in which an engine waits for data; see [Note: what a wait is]."""
 
     def __init__(self, device: torch.device) -> None:
-        self.clock = clock_of(device)
+        self.clock = Clock(device)
         self._waits: list[tuple[Any, Any]] = []
         self._seconds = 0.0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardproof.zero.device import backend_for, default_device
+from shardproof.zero.device import default_device
 
 
 def init_distributed(
@@ -27,7 +27,7 @@ def init_distributed(
     and its companions, has started; else of this process alone."""
     if dist.is_initialized() or dist_init_required is False:
         return
-    backend = dist_backend or backend_for(default_device())
+    backend = dist_backend or dist.get_default_backend_for_device(default_device())
     try:
         dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
     except ValueError as error:

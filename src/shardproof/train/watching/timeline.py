@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardproof.zero.autograd import in_backward
-from shardproof.zero.exposed import clock_of
+from shardproof.zero.exposed import Clock
 
 if TYPE_CHECKING:
     from shardproof.zero.ranks.turns import Watcher
@@ -41,7 +41,7 @@ class Timeline:
     def __init__(self, engine: Engine, optimizer: Any) -> None:
         self.engine, self.optimizer, self.rank = engine, optimizer, engine.comm.rank
         self.watcher: Watcher | None = None  # who has watched the engine so far, and goes on afterwards
-        self.clock = clock_of(engine.comm.device)
+        self.clock = Clock(engine.comm.device)
         self.computed: list[tuple[str, str, Any, Any]] = []  # kind, unit, from, to
         self.moved: list[tuple[str, str, int, Any, Any, Any]] = []  # kind, unit, bytes, wanted, waited from, taken
         self.met: list[tuple[str, Any, Any]] = []  # what for, from, to
