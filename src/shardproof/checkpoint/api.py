@@ -36,7 +36,7 @@ from shardproof.checkpoint.values import from_bytes, random_state, set_random_st
 from shardproof.errors import CheckpointError
 from shardproof.zero.checks import engine_of
 from shardproof.zero.optim.step import owned_here
-from shardproof.zero.state import tell_of_loading
+from shardproof.zero.state import call_load_hooks
 
 if TYPE_CHECKING:
     from shardproof.zero.schedule.engine import Engine
@@ -252,7 +252,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     adopt_model(found)
     own = manifest.place(EXTRA, 0)
     _give_back(found, from_bytes(reader.value(own)) if own else {})
-    tell_of_loading(model)
+    call_load_hooks(model)
 
 
 def _give_back(model: ModelParts, extra: dict[str, Any]) -> None:
@@ -332,7 +332,7 @@ class _Contents:
         """Give everything its new values. Returns the plain ones."""
         adopt_model(self.model)
         _give_back(self.model, self.values.get(EXTRA, {}))
-        tell_of_loading(self.engine.model)
+        call_load_hooks(self.engine.model)
         if optimizer is not None:
             adopt_optimizer(optimizer, self.model, self.state, self.values[OPTIMIZER])
         plain = {}

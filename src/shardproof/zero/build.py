@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from shardproof.errors import EngineError
 from shardproof.zero.optim.state import Replaced
-from shardproof.zero.ranks.alike import check_alike
+from shardproof.zero.ranks.same_model import check_same_model
 from shardproof.zero.schedule.engine import Engine
 from shardproof.zero.tensors.parameter import ShardedParameter, ShardedValue
 from shardproof.zero.units.flat import Flat
@@ -221,7 +221,7 @@ class Builder:
                 engine.units.append(unit)
                 unit.watch(module)
         places = self._places(unit_of)
-        check_alike(engine, places, first)
+        check_same_model(engine, places, first)
         if first:
             for buffer in model.buffers():
                 buffer.copy_(engine.comm.broadcast(buffer.detach().contiguous().clone()))

@@ -207,10 +207,10 @@ def load_full_state_dict(engine: Engine, state_dict: dict[str, Any], strict: boo
                 buffer.copy_(engine.comm.broadcast(value.contiguous()))
     for name, value in own.items():
         extra[name].set_extra_state(value)
-    tell_of_loading(engine.model, [n for n in (*shapes, *extra) if n not in given and n not in own], unknown)
+    call_load_hooks(engine.model, [n for n in (*shapes, *extra) if n not in given and n not in own], unknown)
 
 
-def tell_of_loading(model: nn.Module, missing: Iterable[str] = (), unknown: Iterable[str] = ()) -> None:
+def call_load_hooks(model: nn.Module, missing: Iterable[str] = (), unknown: Iterable[str] = ()) -> None:
     """Call what modules have registered behind `load_state_dict`: they may keep what they compute of their values."""
     keys = _IncompatibleKeys(list(missing), list(unknown))
     for module in model.modules():

@@ -10,14 +10,14 @@ import pytest
 
 from shardproof.errors import EngineError
 from shardproof.zero.comm import connections
-from shardproof.zero.comm.connections import minded, silence
+from shardproof.zero.comm.connections import silence, tcp_keepalive
 
 
 @contextmanager
 def connection(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """One that is opened while others are minded; both ends lie here, which is not asked about."""
+    """One that is opened inside of `tcp_keepalive`; both ends lie here, which is not asked about."""
     monkeypatch.setattr(connections, "_ends", lambda _: ("here", "there"))
-    with socket.create_server(("127.0.0.1", 0)) as server, minded():
+    with socket.create_server(("127.0.0.1", 0)) as server, tcp_keepalive():
         made = socket.create_connection(server.getsockname())
     with made:
         yield made
@@ -39,7 +39,7 @@ def test_nought_is_no_limit(monkeypatch):
 
 
 def test_connections_of_this_machine_are_left_alone():
-    with socket.create_server(("127.0.0.1", 0)) as server, minded():
+    with socket.create_server(("127.0.0.1", 0)) as server, tcp_keepalive():
         made = socket.create_connection(server.getsockname())
     with made:
         assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0

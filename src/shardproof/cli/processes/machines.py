@@ -197,10 +197,10 @@ def _end_without(done: Event, host: str) -> None:
 
 def _mind_the_others(done: Event) -> None:
     """The launcher's connections to other machines end when these fall silent, so that it does not wait for them."""
-    from shardproof.zero.comm.connections import mind_all
+    from shardproof.zero.comm.connections import tcp_keepalive_everywhere
 
     while not done.wait(1.0):
-        mind_all()
+        tcp_keepalive_everywhere()
 
 
 def several() -> bool:
@@ -274,9 +274,9 @@ def names() -> list[str]:
 
 def everyone(value: Any) -> list[Any]:
     """What each rank passed, in order."""
-    from shardproof.zero.comm.groups import told_by_all
+    from shardproof.zero.comm.groups import all_gather_object
 
-    return told_by_all(None, value)
+    return all_gather_object(None, value)
 
 
 def check_shared(folder: Path, config: RunConfig) -> None:

@@ -196,9 +196,9 @@ class Loaded:
 
     def told(self, mine: list[T]) -> list[T]:
         """What all ranks have, in their order, on all of them."""
-        from shardproof.zero.comm.groups import told_by_all
+        from shardproof.zero.comm.groups import all_gather_object
 
-        return [one for theirs in told_by_all(None, mine) for one in theirs] if self.sharded else mine
+        return [one for theirs in all_gather_object(None, mine) for one in theirs] if self.sharded else mine
 
 
 def with_files(encoder: MediaMatchEncoder, rows: Sequence[Row]) -> tuple[dict[str, Any], list[int]] | None:

@@ -19,7 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from shardproof.train.losses.by_file import in_chunks
 from shardproof.train.rows.sampler import eval_batches
-from shardproof.zero.comm.groups import told_by_all
+from shardproof.zero.comm.groups import all_gather_object
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -80,7 +80,7 @@ def _taken(trainer: Any) -> dict[str, float]:
 
 def _across(sums: dict[str, list[float]]) -> dict[str, float]:
     """The means of all ranks; some may have none of what others have."""
-    everyone = told_by_all(None, dict(sums)) if dist.is_initialized() else [sums]
+    everyone = all_gather_object(None, dict(sums)) if dist.is_initialized() else [sums]
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     return {
         name: sum(theirs[name][0] for theirs in everyone if name in theirs)

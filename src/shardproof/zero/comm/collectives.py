@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 
 from shardproof.zero.comm import tree
-from shardproof.zero.comm.connections import told
-from shardproof.zero.comm.groups import Host, Made, group_named, hosts_of, new_gloo_columns, new_gloo_group, once
+from shardproof.zero.comm.connections import names_lost_ranks
+from shardproof.zero.comm.groups import Host, Made, group_named, hosts_of, new_gloo_group, once
 from shardproof.zero.comm.leaving import Leaving
 from shardproof.zero.comm.neighbours import Neighbours, neighbours_of
 from shardproof.zero.comm.pending import Pending, Size, Worker
@@ -91,7 +91,7 @@ class Collectives:
         self._spare = BufferPool(device)  # of a thread
         self._second_leg: torch.Stream | None = None
         self.shard_group = shard_group
-        there = dist.is_available() and dist.is_initialized()
+        there = dist.is_initialized()
         self.size = dist.get_world_size(group) if there else 1
         self.rank = dist.get_rank(group) if there else 0
         self.shards, self.shard_rank = self.size, self.rank
@@ -124,8 +124,7 @@ class Collectives:
         name = str(replicate_group.group_name)
         self._column: Any = name
         if self.by_hand and self.replicas > 1:  # what a thread of ours calls must not meet calls of the user's
-            own = new_gloo_columns if self.group is None else new_gloo_group
-            self._column = once(replicate_group, _second_groups, lambda: own(replicate_group))
+            self._column = once(replicate_group, _second_groups, lambda: new_gloo_group(replicate_group))
 
     @property
     def _thread(self) -> Worker:
@@ -271,7 +270,7 @@ class Collectives:
         else:
             self.reduction(whole, size.sharded, in_order=False, tag=tag).wait()
 
-    @told
+    @names_lost_ranks
     def exchange(self, sends: torch.Tensor, outgoing: list[int], incoming: list[int]) -> list[torch.Tensor]:
         """Send rank r of the shard group its `outgoing[r]` elements of `sends`, 1-D, and wait for `incoming[r]`."""
         received = sends.new_empty(sum(incoming))
@@ -284,35 +283,35 @@ class Collectives:
             dist.all_to_all_single(received, sends, incoming, outgoing, group=self._row)
         return parts
 
-    @told
+    @names_lost_ranks
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over ranks, in place, and wait."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    @told
+    @names_lost_ranks
     def total_of_shards(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that hold one copy of the model what they have found in their parts."""
         if self.shards > 1:
             dist.all_reduce(tensor, group=self.shard_group or self.group)
         return tensor
 
-    @told
+    @names_lost_ranks
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The element-wise maximum of a small tensor over ranks, in place, and wait."""
         if self.size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return tensor
 
-    @told
+    @names_lost_ranks
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrite a contiguous `tensor` with the copy of rank `source`."""
         if self.size > 1:
             dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.group, group_src=source)
         return tensor
 
-    @told
+    @names_lost_ranks
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """The object that rank `source` passed, on every rank."""
         if self.size == 1:
@@ -368,7 +367,7 @@ class Collectives:
         time. All others must start in one order on all ranks."""
         return self.by_hand and (operation % 2 == 0 or (sharded and self.replicas == 1))
 
-    @told
+    @names_lost_ranks
     def agree(self, numbers: Sequence[int], flags: torch.Tensor | None = None) -> list[bool]:
         """Which of `numbers` are the same on all ranks. `flags`, a small int64 tensor on the CPU, becomes the
         element-wise maximum over ranks."""
@@ -385,7 +384,7 @@ class Collectives:
         flags.copy_(message[: len(flags)])
         return (largest == -smallest).tolist()
 
-    @told
+    @names_lost_ranks
     def agree_on_parts(self, numbers: Sequence[int]) -> list[bool]:
         """Which of `numbers` are the same on all ranks that hold the same part, whichever part it is."""
         nothing = torch.iinfo(torch.int64).min

@@ -58,16 +58,16 @@ def silence() -> float:
 
 
 @contextmanager
-def minded() -> Iterator[None]:
+def tcp_keepalive() -> Iterator[None]:
     """The connections to other machines that are opened inside are closed when these fall silent. Linux only."""
     seconds, before = silence(), _sockets()
     yield
-    _mind(_sockets() - before, seconds)
+    _set_keepalive(_sockets() - before, seconds)
 
 
-def mind_all() -> None:
+def tcp_keepalive_everywhere() -> None:
     """The same for all that this process has: of one that has no others than such."""
-    _mind(_sockets(), silence())
+    _set_keepalive(_sockets(), silence())
 
 
 def addresses() -> list[str]:
@@ -92,7 +92,7 @@ def is_closed_connection(error: BaseException) -> bool:
     )
 
 
-def told(method: Method) -> Method:
+def names_lost_ranks(method: Method) -> Method:
     """Of collectives: their waits say who is gone, by `self.lost`, when a closed connection ends them."""
 
     @functools.wraps(method)
@@ -136,7 +136,7 @@ def _sockets() -> Sockets:
     return found
 
 
-def _mind(sockets: Sockets, seconds: float) -> None:
+def _set_keepalive(sockets: Sockets, seconds: float) -> None:
     for descriptor, _ in sockets if seconds else ():
         # Some listen, or are gone already.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardproof.zero.comm.connections import addresses, minded
+from shardproof.zero.comm.connections import addresses, tcp_keepalive
 from shardproof.zero.comm.world import may_take_long
 from shardproof.zero.device import imagined
 
@@ -51,7 +51,7 @@ def new_gloo_group(group: dist.ProcessGroup | None) -> str:
     """The name of a new gloo group of the same ranks, which only these make."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     part, backend = len(ranks) != dist.get_world_size(), "fake" if imagined(group) else "gloo"
-    with minded(), _counted_apart(group):
+    with tcp_keepalive(), _counted_apart(group):
         made = dist.new_group(ranks, backend=backend, use_local_synchronization=part)
     may_take_long(made)
     return str(made.group_name)
@@ -62,7 +62,7 @@ def _counted_apart(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Groups are numbered from a number that all ranks of `group` agree on. See [Note: names of groups]."""
     global _next
     theirs, hashed = _world.group_count, getattr(_torchs, "_hash_ranks_to_str", None)
-    agreed = _next if imagined(group) else max(told_by_all(group, _next))
+    agreed = _next if imagined(group) else max(all_gather_object(group, _next))
     _world.group_count, _torchs._hash_ranks_to_str = agreed, lambda ranks: "_".join(map(str, [agreed, *ranks]))
     try:
         yield
@@ -71,7 +71,7 @@ def _counted_apart(group: dist.ProcessGroup | None) -> Iterator[None]:
         _world.group_count, _torchs._hash_ranks_to_str = theirs, hashed
 
 
-def told_by_all(group: dist.ProcessGroup | None, what: Any) -> list[Any]:
+def all_gather_object(group: dist.ProcessGroup | None, what: Any) -> list[Any]:
     """What each rank has told, in their order."""
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, what, group=group)
@@ -87,15 +87,4 @@ class Host(NamedTuple):
 
 def hosts_of(group: dist.ProcessGroup) -> list[Host]:
     """The machine of each of its ranks."""
-    return told_by_all(group, Host(socket.gethostname(), addresses()))
-
-
-def new_gloo_columns(group: dist.ProcessGroup) -> str:
-    """The same where all ranks are in such a group. Every rank makes all of them: the name of a group that only its
-    members make depends on how many groups each of them has, and where these differ, its ranks wait for ever."""
-    mine = tuple(dist.get_process_group_ranks(group))
-    columns = told_by_all(None, mine)
-    with minded(), _counted_apart(None):
-        made = {ranks: dist.new_group(ranks, backend="gloo") for ranks in sorted(set(columns))}
-    may_take_long(made[mine])
-    return str(made[mine].group_name)
+    return all_gather_object(group, Host(socket.gethostname(), addresses()))

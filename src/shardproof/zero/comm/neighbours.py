@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.zero.comm.connections import NeighbourGone
-from shardproof.zero.comm.groups import told_by_all
+from shardproof.zero.comm.groups import all_gather_object
 
 T = TypeVar("T")
 
@@ -309,13 +309,13 @@ def find_neighbours(group: dist.ProcessGroup) -> Neighbours | None:
     probe = ctypes.create_string_buffer(secret, 16)
     listener = _listen()
     mine = None if listener is None else (listener.getsockname(), secret, ctypes.addressof(probe))
-    known = told_by_all(group, mine)
+    known = all_gather_object(group, mine)
     others = [r for r, theirs in enumerate(known) if theirs is not None and r != rank] if listener else []
     met = {r: end for r in others if r < rank and (end := _call(known[r][0], rank, known[r][1])) is not None}
-    calls = sum(rank in called for called in told_by_all(group, list(met)))
+    calls = sum(rank in called for called in all_gather_object(group, list(met)))
     met |= {} if listener is None else _answer(listener, secret, calls)
     readable = {r: process for r, end in met.items() if _holds(process := _process_at(end), *known[r][1:])}
-    allowed = told_by_all(group, list(readable))
+    allowed = all_gather_object(group, list(readable))
     found = [(r, met[r], process) for r, process in readable.items() if rank in allowed[r]]
     for r in set(met) - {r for r, _, _ in found}:
         met[r].close()

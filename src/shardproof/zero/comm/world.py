@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardproof.zero.comm.connections import minded
+from shardproof.zero.comm.connections import tcp_keepalive
 from shardproof.zero.comm.store import AGENT_STORE, store_of_attempt
 from shardproof.zero.device import default_device
 
@@ -27,7 +27,7 @@ def start_group(**options: Any) -> None:
         options: those of `torch.distributed.init_process_group`.
     """
     device = default_device()
-    with minded() if device.type == "cpu" else nullcontext():
+    with tcp_keepalive() if device.type == "cpu" else nullcontext():
         if os.environ.get(AGENT_STORE) == "True":
             limit = options.get("timeout") or dist.default_pg_timeout
             options |= dict(zip(("store", "rank", "world_size"), store_of_attempt(limit), strict=True))

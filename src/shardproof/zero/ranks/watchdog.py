@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 
 from shardproof.errors import DesyncError
-from shardproof.zero.comm.connections import address_in, fell_silent, is_closed_connection, minded
+from shardproof.zero.comm.connections import address_in, fell_silent, is_closed_connection, tcp_keepalive
 from shardproof.zero.ranks.frames import collective_of_the_user, place_in_user_code
 
 if TYPE_CHECKING:
@@ -364,7 +364,7 @@ def _own_connection(comm: Collectives) -> Any:
     """The store of the default process group, by a connection of its own where it has such."""
     store = dist.distributed_c10d._get_default_store()
     try:
-        with minded():
+        with tcp_keepalive():
             # With its prefix: below it there may be what ranks of before have left (see comm/store.py).
             return store.clone()  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError, NotImplementedError):

@@ -19,9 +19,9 @@ from torch import nn
 
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import SavedTensors
-from shardproof.zero.tensors.capture import grad_of_parameters, view_like
-from shardproof.zero.tensors.kinds import ELEMENTWISE, LIKE, METADATA, RANDOM
+from shardproof.zero.tensors.autograd_grad import grad_of_parameters, view_like
 from shardproof.zero.tensors.norms import foreach_norm, linalg_norm, norm_of
+from shardproof.zero.tensors.operation_kinds import ELEMENTWISE, LIKE, METADATA, RANDOM
 from shardproof.zero.tensors.parameter import (
     ShardedGradient,
     ShardedParameter,
@@ -30,7 +30,7 @@ from shardproof.zero.tensors.parameter import (
     by_engine,
     use_saved_tensors,
 )
-from shardproof.zero.tensors.their_collectives import MODULE, collective
+from shardproof.zero.tensors.user_collectives import MODULE, collective
 
 _T = torch.Tensor
 _INIT = torch.nn.init.__file__

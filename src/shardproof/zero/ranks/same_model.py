@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardproof.zero.schedule.engine import Engine
 
 
-def check_alike(engine: Engine, places: Places, first: bool) -> None:
+def check_same_model(engine: Engine, places: Places, first: bool) -> None:
     """Refuse, on all ranks, what they would cut otherwise: each would take parts of other parameters for its own.
 
     Args:
