@@ -21,7 +21,7 @@ import torch, torch.distributed as dist, shardproof
 torch.manual_seed(int(__import__("os").environ["RANK"]))
 model = shardproof.shard(torch.nn.Linear(4, 4), 3)
 print(dist.get_world_size(), shardproof.full_state_dict(model, rank0_only=False)["weight"].sum().item())
-for group in (dist.group.WORLD, model.weight.flat.engine.comm._bulk):
+for group in (dist.group.WORLD, model.weight.flat.engine.comm._data_group):
     print("may take", group._get_backend(torch.device("cpu")).options._timeout)
 """
 

@@ -38,7 +38,6 @@ from shardproof.zero.comm.groups import Host, Made, group_named, hosts_of, new_g
 from shardproof.zero.comm.leaving import Leaving
 from shardproof.zero.comm.neighbours import Neighbours, neighbours_of
 from shardproof.zero.comm.pending import Pending, Size, Worker
-from shardproof.zero.comm.sums import add_in_order, as_real
 from shardproof.zero.comm.words import EXCHANGE_TAG, NEVER_TAG, NO_WORD, PROBE_TAG, Words
 from shardproof.zero.device import BufferPool, beside, imagined
 
@@ -54,6 +53,18 @@ _hosts: dict[str, Made[list[Host]]] = {}  # the machine of each rank
 _neighbours: dict[str, Made[Neighbours | None]] = {}  # the ranks on the machine of this one
 _threads: dict[str, Made[Worker]] = {}  # that of second legs and of sums, for all models in their one order
 _PIECE = 1 << 22  # elements that ranks of one machine add up at a time
+
+
+def _add_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:
+    """Add up; `out` may be one of the first two."""
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out.add_(part)
+
+
+def _as_real(values: torch.Tensor) -> torch.Tensor:
+    """1-D values, complex ones as twice as many real ones: NCCL adds no others."""
+    return torch.view_as_real(values).view(-1) if values.is_complex() else values
 
 
 class Collectives:
@@ -89,100 +100,102 @@ class Collectives:
     ) -> None:
         self.group, self.device, self.pool = group, device, BufferPool(device)
         self._spare = BufferPool(device)  # of a thread
-        self._second_leg: torch.Stream | None = None
+        self._replica_stream: torch.Stream | None = None
         self.shard_group = shard_group
         there = dist.is_initialized()
         self.size = dist.get_world_size(group) if there else 1
         self.rank = dist.get_rank(group) if there else 0
         self.shards, self.shard_rank = self.size, self.rank
         self.replicas, self.replica = 1, 0
-        self._mates: Sequence[int] = range(self.size)
-        self._twins: Sequence[int] = [self.rank]
+        self._shard_ranks: Sequence[int] = range(self.size)
+        self._replica_ranks: Sequence[int] = [self.rank]
         self.by_hand = device.type == "cpu" and self.size > 1
         self.group_name = (group or dist.group.WORLD).group_name if there else ""  # type: ignore[union-attr]
-        self._second: Any = self.once(_second_groups, self.new_gloo_group) if self.size > 1 else ""
+        self._own_group: Any = self.once(_second_groups, self.new_gloo_group) if self.size > 1 else ""
         self.real = self.size > 1 and not imagined(group)
-        self.hosts: list[Host] = self.once(_hosts, lambda: hosts_of(group_named(self._second))) if self.real else []
-        near = self.real and self.by_hand
-        self.neighbours = self.once(_neighbours, lambda: neighbours_of(self._first, self._bulk)) if near else None
+        self.hosts: list[Host] = []
+        self.neighbours: Neighbours | None = None
+        if self.real:
+            self.hosts = self.once(_hosts, lambda: hosts_of(group_named(self._own_group)))
+            if self.by_hand:
+                self.neighbours = self.once(_neighbours, lambda: neighbours_of(self._user_group, self._data_group))
         self.lost: Callable[[Exception], Exception] | None = None
-        large = self.real and self.size > tree.MANY
-        self.words = Words(lambda: self._control, self.rank, self.size)
-        self.tree = tree.Tree(lambda: self._control, self.rank, self.size) if large else None
+        agreeing = (lambda: self._word_group), self.rank, self.size
+        self.words = Words(*agreeing)
+        self.tree = tree.Tree(*agreeing) if self.real and self.size > tree.MANY else None
         if shard_group is not None and replicate_group is not None:
             self._split(shard_group, replicate_group)
-        self.leaving = Leaving([host.name for host in self.hosts], self.rank, self._mates, self._twins, self.by_hand)
+        hosts = [host.name for host in self.hosts]
+        self.leaving = Leaving(hosts, self.rank, self._shard_ranks, self._replica_ranks, self.by_hand)
 
     def _split(self, shard_group: dist.ProcessGroup, replicate_group: dist.ProcessGroup) -> None:
         self.shards, self.shard_rank = dist.get_world_size(shard_group), dist.get_rank(shard_group)
         self.replicas, self.replica = dist.get_world_size(replicate_group), dist.get_rank(replicate_group)
         everyone = cast("dist.ProcessGroup", self.group or dist.group.WORLD)
-        self._mates, self._twins = (
+        self._shard_ranks, self._replica_ranks = (
             [dist.get_group_rank(everyone, r) for r in dist.get_process_group_ranks(group)]
             for group in (shard_group, replicate_group)
         )
-        name = str(replicate_group.group_name)
-        self._column: Any = name
+        self._replica_group: Any = str(replicate_group.group_name)
         if self.by_hand and self.replicas > 1:  # what a thread of ours calls must not meet calls of the user's
-            self._column = once(replicate_group, _second_groups, lambda: new_gloo_group(replicate_group))
+            self._replica_group = once(replicate_group, _second_groups, lambda: new_gloo_group(replicate_group))
 
     @property
-    def _thread(self) -> Worker:
+    def _worker(self) -> Worker:
         return self.once(_threads, lambda: Worker("shardproof-legs"))
 
     def once(self, known: dict[str, Made[T]], make: Callable[[], T]) -> T:
         """What `make` returns, called once for each process group."""
-        return once(self._first if self.group_name else None, known, make)
+        return once(self._user_group if self.group_name else None, known, make)
 
     def new_gloo_group(self) -> str:
-        """The name of a new gloo group of the same ranks; it is not kept for the reason that the default group is
-        not. `group_named` finds it."""
+        """The name of a new gloo group of the same ranks, which is not kept, as the default group is not."""
         return new_gloo_group(self.group)
 
     @property
-    def _first(self) -> Any:
+    def _user_group(self) -> Any:
         return self.group or dist.group.WORLD
 
     @property
-    def _bulk(self) -> Any:
+    def _data_group(self) -> Any:
         """The group of gathers and reductions."""
-        return group_named(self._second) if self.device.type == "cpu" else self._first
+        return group_named(self._own_group) if self.device.type == "cpu" else self._user_group
 
     @property
-    def _control(self) -> Any:
+    def _word_group(self) -> Any:
         """The group of words."""
-        return self._first if self.device.type == "cpu" else group_named(self._second)
+        return self._user_group if self.device.type == "cpu" else group_named(self._own_group)
 
     def forget(self) -> None:
         """Let go of buffers that nobody uses."""
         self.pool.forget()
         self._spare.forget()
 
-    def _swap(self, sends: list[torch.Tensor], receives: list[torch.Tensor], tag: int) -> list[Any]:
+    def _send_and_receive(self, sends: list[torch.Tensor], receives: list[torch.Tensor], tag: int) -> list[Any]:
         """Send `sends[r]` to rank r and fill `receives[r]` from it, for every other rank r of the shard group."""
-        works, mates = [], self._mates
+        works, ranks = [], self._shard_ranks
         for distance in range(1, self.shards):
             source, target = (self.shard_rank - distance) % self.shards, (self.shard_rank + distance) % self.shards
-            works.append(self._way_to(mates[source]).recv([receives[source]], mates[source], tag))
-            works.append(self._way_to(mates[target]).send([sends[target]], mates[target], tag))
+            works.append(self._carrier_to(ranks[source]).recv([receives[source]], ranks[source], tag))
+            works.append(self._carrier_to(ranks[target]).send([sends[target]], ranks[target], tag))
         return works
 
-    def _way_to(self, rank: int) -> Any:
-        return self.neighbours if self.neighbours is not None and rank in self.neighbours else self._bulk
+    def _carrier_to(self, rank: int) -> Any:
+        return self.neighbours if self.neighbours is not None and rank in self.neighbours else self._data_group
 
     def gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: int) -> Pending:
         """All-gather equal 1-D shards into `whole`, in rank order. Moves bytes: any dtype, any backend."""
         if not self.by_hand:
             out, part = whole.view(torch.uint8), shard.view(torch.uint8)
-            return Pending([_all_gather(out, part, group=self._row, async_op=True)], whole, shard)
+            return Pending([_all_gather(out, part, group=self._gather_group, async_op=True)], whole, shard)
         slots = list(whole.view(self.shards, -1))
         if slots[self.shard_rank].data_ptr() != shard.data_ptr():
             slots[self.shard_rank].copy_(shard)
-        return Pending(self._swap([shard] * self.shards, slots, tag), whole, shard)
+        return Pending(self._send_and_receive([shard] * self.shards, slots, tag), whole, shard)
 
     @property
-    def _row(self) -> Any:
-        return self.shard_group or self._bulk
+    def _gather_group(self) -> Any:
+        return self.shard_group or self._data_group
 
     def reduce_scatter(self, whole: torch.Tensor, tag: int) -> Pending:
         """Sum `whole` over ranks; the result is this rank's part. `whole` must not be touched until then.
@@ -192,12 +205,10 @@ class Collectives:
         size = whole.numel() // self.shards
         if not self.by_hand:
             shard = self.pool.take(size, whole.dtype)
-            work = _reduce_scatter(as_real(shard), as_real(whole), group=self._row, async_op=True)
+            work = _reduce_scatter(_as_real(shard), _as_real(whole), group=self._gather_group, async_op=True)
             if self.replicas > 1:
-                self._second_leg = self._second_leg or torch.Stream(self.device)
-                with beside(
-                    self.device, self._second_leg
-                ):  # the second leg waits for the first; the present stream for neither
+                self._replica_stream = self._replica_stream or torch.Stream(self.device)
+                with beside(self.device, self._replica_stream):  # the present stream waits for neither leg
                     work.wait()
                     work = self._over_replicas(shard)
             return Pending([work], shard, whole)
@@ -206,30 +217,31 @@ class Collectives:
         incoming = [self.pool.take(size, whole.dtype) for _ in range(self.shards - 1)]
         parts = [*incoming[:place], chunks[place], *incoming[place:]]
         shard = incoming[0]  # one of the first two parts: the sum grows where it lies
-        works = self._swap(chunks, parts, tag)
+        works = self._send_and_receive(chunks, parts, tag)
         if self.replicas == 1:
-            return Pending(works, shard, (whole, incoming), lambda: add_in_order(parts, shard))
+            return Pending(works, shard, (whole, incoming), lambda: _add_in_order(parts, shard))
 
         def both_legs() -> None:
             for work in works:
                 work.wait()
-            add_in_order(parts, shard)
+            _add_in_order(parts, shard)
             Pending([self._over_replicas(shard)], shard).wait()
 
         # A rank that waits for the first leg to begin the second would keep its replicas waiting.
-        return Pending([], shard, (whole, incoming), self._thread.submit(both_legs).result)
+        return Pending([], shard, (whole, incoming), self._worker.submit(both_legs).result)
 
     def _over_replicas(self, shard: torch.Tensor) -> Any:
-        return dist.all_reduce(shard, group=group_named(self._column), async_op=True)
+        return dist.all_reduce(shard, group=group_named(self._replica_group), async_op=True)
 
     def all_reduce(self, whole: torch.Tensor, tag: int) -> Pending:
         """Sum `whole` over ranks, in place. All must start it in one order. Between neighbours each adds one part and
         takes the sums of the others; else it is the backend's own, which knows no tags."""
         if self.neighbours is not None and self.neighbours.complete and self.shards == self.size:
-            return Pending([], whole, None, self._thread.submit(partial(self._sum_near, whole, tag)).result)
-        return Pending([dist.all_reduce(whole, group=self._bulk, async_op=True)], whole)
+            job = partial(self._sum_between_neighbours, whole, tag)
+            return Pending([], whole, None, self._worker.submit(job).result)
+        return Pending([dist.all_reduce(whole, group=self._data_group, async_op=True)], whole)
 
-    def _sum_near(self, whole: torch.Tensor, tag: int) -> None:
+    def _sum_between_neighbours(self, whole: torch.Tensor, tag: int) -> None:
         """In a thread, one sum after the other and a piece at a time, for which a buffer of each other rank will do."""
         others = [self._spare.take(-(-_PIECE // self.size), whole.dtype) for _ in range(self.size - 1)]
         for piece in whole.split(_PIECE):
@@ -237,11 +249,11 @@ class Collectives:
             mine = chunks[self.rank]
             parts = [buffer[: len(mine)] for buffer in others]
             parts.insert(self.rank, mine)
-            for work in self._swap(chunks, parts, tag):
+            for work in self._send_and_receive(chunks, parts, tag):
                 work.wait()
-            add_in_order(parts, parts[0])
+            _add_in_order(parts, parts[0])
             mine.copy_(parts[0])
-            for work in self._swap([mine] * self.size, chunks, tag):
+            for work in self._send_and_receive([mine] * self.size, chunks, tag):
                 work.wait()
 
     def contributions(self, whole: torch.Tensor, sharded: bool, tag: int) -> Pending:
@@ -253,9 +265,9 @@ class Collectives:
         parts = self.pool.take(self.size * sends[0].numel(), whole.dtype).view(self.size, -1)
         if not self.by_hand:  # in one piece: not every gloo takes lists, which two ranks on one device depend on
             share = dist.all_to_all_single if sharded else _all_gather
-            return Pending([share(parts.view(-1), whole, group=self._first, async_op=True)], parts, whole)
+            return Pending([share(parts.view(-1), whole, group=self._user_group, async_op=True)], parts, whole)
         parts[self.rank].copy_(sends[self.rank])
-        return Pending(self._swap(sends, list(parts), tag), parts, whole)
+        return Pending(self._send_and_receive(sends, list(parts), tag), parts, whole)
 
     def reduction(self, whole: torch.Tensor, sharded: bool, in_order: bool, tag: int) -> Pending:
         if in_order:
@@ -277,24 +289,17 @@ class Collectives:
         parts, pieces = list(received.split(incoming)), list(sends.split(outgoing))
         if self.by_hand:
             parts[self.shard_rank].copy_(pieces[self.shard_rank])
-            for work in self._swap(pieces, parts, EXCHANGE_TAG):
+            for work in self._send_and_receive(pieces, parts, EXCHANGE_TAG):
                 work.wait()
         else:
-            dist.all_to_all_single(received, sends, incoming, outgoing, group=self._row)
+            dist.all_to_all_single(received, sends, incoming, outgoing, group=self._gather_group)
         return parts
 
     @names_lost_ranks
-    def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a small tensor over ranks, in place, and wait."""
-        if self.size > 1:
-            dist.all_reduce(tensor, group=self.group)
-        return tensor
-
-    @names_lost_ranks
-    def total_of_shards(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks that hold one copy of the model what they have found in their parts."""
-        if self.shards > 1:
-            dist.all_reduce(tensor, group=self.shard_group or self.group)
+    def total(self, tensor: torch.Tensor, of_shards: bool = False) -> torch.Tensor:
+        """Sum a small tensor over ranks, or those that hold one copy of the model (`of_shards`), in place, and wait."""
+        if (self.shards if of_shards else self.size) > 1:
+            dist.all_reduce(tensor, group=self.shard_group or self.group if of_shards else self.group)
         return tensor
 
     @names_lost_ranks
@@ -317,7 +322,7 @@ class Collectives:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, group=self._control, group_src=source)
+        dist.broadcast_object_list(box, group=self._word_group, group_src=source)
         return box[0]
 
     def leave(self, seconds: float) -> None:
@@ -331,9 +336,9 @@ class Collectives:
     def close_connections(self) -> None:
         """Make every wait of the group of words end with an error, in any thread: a receive that runs out of time
         has gloo close all connections. The group is of no use afterwards."""
-        groups = [self._first, group_named(self._second)]
+        groups = [self._user_group, group_named(self._own_group)]
         if self.by_hand and self.replicas > 1:
-            groups.append(group_named(self._column))
+            groups.append(group_named(self._replica_group))
         if self.neighbours is not None:
             self.neighbours.close()
         for group in groups:
@@ -346,12 +351,11 @@ class Collectives:
 
     def lost_ranks(self) -> list[int]:
         """The ranks whose connection is closed. Closes all others, too: only for a program that ends."""
-        lost, message, control = [], torch.tensor([NO_WORD], device="cpu"), self._control
-        works = {}
+        lost, works, message = [], {}, torch.tensor([NO_WORD], device="cpu")
         for r in range(self.size):
             if r != self.rank:
                 try:
-                    works[r] = control.send([message], r, PROBE_TAG)
+                    works[r] = self._word_group.send([message], r, PROBE_TAG)
                 except RuntimeError:
                     lost.append(r)
         for r, work in works.items():
@@ -379,17 +383,16 @@ class Collectives:
         if self.tree is not None:
             self.tree.largest(message)
         else:
-            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._control)
+            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._word_group)
         largest, smallest = message[len(flags) :].view(2, -1)
         flags.copy_(message[: len(flags)])
         return (largest == -smallest).tolist()
 
-    @names_lost_ranks
     def agree_on_parts(self, numbers: Sequence[int]) -> list[bool]:
         """Which of `numbers` are the same on all ranks that hold the same part, whichever part it is."""
         nothing = torch.iinfo(torch.int64).min
         message = torch.full((2, self.shards, len(numbers)), nothing, device="cpu")
         message[0, self.shard_rank] = mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         message[1, self.shard_rank] = -mine
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._control)
+        self.agree([], message.view(-1))
         return (message[0] == -message[1]).all(0).tolist()

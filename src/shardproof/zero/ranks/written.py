@@ -259,5 +259,5 @@ def _present(flat: Flat, index: int) -> torch.Tensor:
     whole = torch.zeros(flat.numels[index], dtype=flat.dtype, device=local.device)
     whole[first:last] = local
     if flat.engine.sharded:
-        flat.engine.comm.total_of_shards(whole.view(torch.uint8))
+        flat.engine.comm.total(whole.view(torch.uint8), of_shards=True)
     return whole

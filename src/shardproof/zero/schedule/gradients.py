@@ -396,4 +396,4 @@ class Gradients:
             first, last = flat.range_in_parameter(index)
             whole[first:last] = local
             self.engine.meet("collect a gradient", (flat.index, index))
-            return self.comm.total_of_shards(whole)
+            return self.comm.total(whole, of_shards=True)

@@ -58,9 +58,9 @@ def _over_ranks(
             found, nan = engine.comm.largest(torch.stack([norms, norms.isnan().to(norms.dtype)]))  # gloo may lose NaN
             norms = found.masked_fill(nan > 0, torch.nan)
         elif order == 0:
-            engine.comm.total_of_shards(norms)
+            engine.comm.total(norms, of_shards=True)
         else:
-            norms = engine.comm.total_of_shards(norms.pow_(order)).pow_(1.0 / order)
+            norms = engine.comm.total(norms.pow_(order), of_shards=True).pow_(1.0 / order)
     return norms
 
 
