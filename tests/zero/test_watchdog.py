@@ -32,7 +32,7 @@ def verdicts(watchdog: Watchdog, told: list[list[tuple[int, str, float]]]) -> li
     """After which of these there is a verdict. Each is what ranks say next: the rank, what it does, and since when."""
     found: list[int] = []
     with (
-        mock.patch.object(watchdog, "_judge", side_effect=lambda reason: found.append(number)),
+        mock.patch.object(watchdog, "agree_on_verdict", side_effect=lambda reason: found.append(number)),
         mock.patch.object(watchdog, "_end_if_blocked"),  # it ends the program
         mock.patch.object(watchdog, "_seen", {}),
         mock.patch.object(watchdog, "_blocked", {}, create=True),

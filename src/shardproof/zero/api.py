@@ -217,13 +217,7 @@ def _group(mesh: DeviceMesh | None, device: torch.device) -> dist.ProcessGroup |
             )
         if mesh.ndim == 2:
             return _both_dimensions(mesh)
-        group = mesh.get_group()
-        if dist.get_world_size(group) != mesh.size():
-            raise EngineError(
-                f"The mesh has {mesh.size()} ranks and its process group {dist.get_world_size(group)}. Make the mesh "
-                "from the group (DeviceMesh.from_group) or with init_device_mesh."
-            )
-        return group
+        return mesh.get_group()
     if not dist.is_initialized() and _launched():
         start_group(backend=dist.get_default_backend_for_device(device))
         atexit.register(_leave_group)

@@ -137,10 +137,6 @@ def _master(engine: Engine, flat: Flat) -> torch.Tensor:
     return engine.comm.gather(whole, flat.at_work(flat.shard.detach()), tag=engine.tag(2 * flat.index)).wait()
 
 
-def _entries(engine: Engine) -> dict[str, Any]:
-    return engine.model.state_dict(keep_vars=True)
-
-
 def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that add to a state dict what is no tensor of theirs (`get_extra_state`), by its name there."""
     found = {f"{name}.".lstrip(".") + _EXTRA: module for name, module in model.named_modules(remove_duplicate=False)}
@@ -152,7 +148,7 @@ def full_state_dict(engine: Engine, rank0_only: bool) -> dict[str, Any]:
     engine.meet("collect the state dict")
     engine.written.compare_now()
     keep = engine.comm.rank == 0 or not rank0_only
-    entries = _entries(engine)
+    entries = engine.model.state_dict(keep_vars=True)
     names: dict[ShardedParameter, list[str]] = {}
     for name, value in entries.items():
         if isinstance(value, ShardedParameter):
@@ -177,7 +173,7 @@ def load_full_state_dict(engine: Engine, state_dict: dict[str, Any], strict: boo
     engine.adopt()
     engine.meet("load a state dict")
     extra = with_extra_state(engine.model)
-    entries = {n: v for n, v in _entries(engine).items() if n not in extra}
+    entries = {n: v for n, v in engine.model.state_dict(keep_vars=True).items() if n not in extra}
     shapes = {n: tuple(v.shape) for n, v in entries.items() if isinstance(v, torch.Tensor)}
     problem, names, unknown = "", [], []
     own: dict[str, Any] = {}
@@ -193,9 +189,10 @@ def load_full_state_dict(engine: Engine, state_dict: dict[str, Any], strict: boo
     if problem:
         raise EngineError(problem)
     given = set(names)
+    places = {v: n for n, v in entries.items() if n in given and isinstance(v, ShardedParameter)}
     with torch.no_grad():
         for flat in engine.flats:
-            here = {v.index: n for n, v in entries.items() if n in given and _is_in(v, flat)}
+            here = {p.index: places[p] for p in flat.params if p in places}
             if here:
                 _load_flat(engine, flat, here, state_dict)
         for name in names:
@@ -216,10 +213,6 @@ def call_load_hooks(model: nn.Module, missing: Iterable[str] = (), unknown: Iter
     for module in model.modules():
         for hook in module._load_state_dict_post_hooks.values():
             hook(module, keys)
-
-
-def _is_in(value: Any, flat: Flat) -> bool:
-    return isinstance(value, ShardedParameter) and value.flat is flat
 
 
 def _load_flat(engine: Engine, flat: Flat, here: dict[int, str], state_dict: dict[str, Any]) -> None:

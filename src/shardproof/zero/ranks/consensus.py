@@ -32,7 +32,7 @@ from shardproof.errors import DesyncError
 from shardproof.zero.autograd import in_backward
 from shardproof.zero.comm.connections import is_closed_connection
 from shardproof.zero.ranks.plan import Plan
-from shardproof.zero.ranks.watchdog import Announced, Wait, Watchdog
+from shardproof.zero.ranks.watchdog import NOT_HERE, Wait, Watchdog
 
 if TYPE_CHECKING:
     from shardproof.zero.comm.collectives import Collectives
@@ -139,7 +139,7 @@ class Streams:
         self.ranks = range(comm.size if comm.real else 1)
         self.theirs: dict[int, int] = {}
         self.plan = Plan()
-        self.sizes = Announced()
+        self.sizes: dict[int, tuple[Collectives, Size]] = {}
         self.posted = self.words = self.rounds_apart = self.paid = 0
         self.seconds, self.parted = 0.0, False
         self.watchdog = Watchdog(comm, self._what_and_where) if comm.real else None
@@ -216,6 +216,8 @@ class Streams:
     def _pay_for_the_gone(self, word: int, sent: bool) -> None:
         """The model is gone here, but who still counts on it must not wait. What is exchanged by hand may have been
         `sent` before."""
+        if word not in self.sizes:
+            raise DesyncError(NOT_HERE)
         (comm, size), operation = self.sizes[word], word % _OPERATIONS
         if not (sent and comm.is_tagged(operation, size.sharded)):
             comm.pay(operation, size, tag=tag_of(word // _OPERATIONS, operation))
@@ -256,7 +258,11 @@ class Streams:
         if mine:
             self.mine.popleft()
         self.theirs = {rank: word for rank, word in self.theirs.items() if heads[rank] != chosen}
-        self._carry_out(chosen, mine)
+        engine = self.engines.get(chosen // _OPERATIONS)
+        if engine is not None:
+            engine.turn(chosen % _OPERATIONS, mine)
+        elif chosen < _MEETING:
+            self._pay_for_the_gone(chosen, sent=mine)
         if lends:
             self._lend_meeting(chosen, mine)
 
@@ -265,14 +271,6 @@ class Streams:
         for engine in list(self.engines.values()) if self.parted else ():
             engine.hold_nothing()
         self.parted = False
-
-    def _carry_out(self, chosen: int, mine: bool = True) -> None:
-        """What a round has chosen, for this rank or for others."""
-        engine = self.engines.get(chosen // _OPERATIONS)
-        if engine is not None:
-            engine.turn(chosen % _OPERATIONS, mine)
-        elif chosen < _MEETING:
-            self._pay_for_the_gone(chosen, sent=mine)
 
     def _unanimous(self) -> bool:
         """Whether the heads of all streams are one; holds up who comes early. See comm/tree.py."""
@@ -377,7 +375,7 @@ class Streams:
 
     def refusal(self, text: str) -> DesyncError:
         """The error of ranks that cannot go on together."""
-        return cast("Watchdog", self.watchdog).error(text)
+        return DesyncError(cast("Watchdog", self.watchdog).agree_on_verdict(text))
 
     def describe(self, word: int) -> str:
         if word >= _MEETING:

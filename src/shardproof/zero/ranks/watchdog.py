@@ -45,7 +45,6 @@ from shardproof.zero.ranks.frames import collective_of_the_user, place_in_user_c
 
 if TYPE_CHECKING:
     from shardproof.zero.comm.collectives import Collectives
-    from shardproof.zero.comm.pending import Size
 
 log = logging.getLogger("shardproof.zero")
 
@@ -54,19 +53,13 @@ _ALONE = (
     " What one rank does alone with a model takes the others' shards, too: end with shardproof.barrier(model) on all "
     "ranks, which waits and lends them, or save with shardproof.save or shardproof.full_state_dict on all ranks."
 )
-_NOT_HERE = (
+# To who needs a part of a model that was sharded, or copied, on some ranks only.
+NOT_HERE = (
     "Another rank needs a part of a model that this rank does not have: on some ranks only a model was sharded, or a "
     "sharded one copied (copy.deepcopy). Do it on all ranks. For a copy on one rank, call "
     "shardproof.full_state_dict(model) on all, and load what it returns there into a model that is not sharded."
 )
 STILL = 180  # times the patience: half an hour in which nobody does anything but wait for data
-
-
-class Announced(dict[int, "tuple[Collectives, Size]"]):
-    """By word, what an operation moves, and by what."""
-
-    def __missing__(self, word: int) -> tuple[Collectives, Size]:
-        raise DesyncError(_NOT_HERE)
 
 
 class Wait(NamedTuple):
@@ -89,7 +82,7 @@ class Said(NamedTuple):
     times: int
 
 
-def _before(error: BaseException | None) -> BaseException | None:
+def _own_exception(error: BaseException | None) -> BaseException | None:
     """The exception that was handled when ranks fell apart: only this rank had it, and so only this rank shows it."""
     while error is not None and (isinstance(error, DesyncError) or is_closed_connection(error)):
         error = error.__cause__ or error.__context__
@@ -130,10 +123,6 @@ class Watchdog:
 
     # --- errors ---------------------------------------------------------------------------------
 
-    def error(self, reason: str) -> DesyncError:
-        """The error of this rank, which ends because of `reason`, or of what another rank has said before."""
-        return DesyncError(self._judge(reason))
-
     def places(self, number: int) -> list[str]:
         """Where each rank is that has come to the same verdict, or does so soon; `number` tells it from others."""
         self.store.set(f"apart/{number}/{self.comm.rank}", f", at {place_in_user_code(self._main_frame())}")
@@ -160,7 +149,7 @@ class Watchdog:
             reason = f"{who} does not answer any more: the machine or the network between is down."
         else:
             reason = f"{who} is gone: killed, crashed, or out of memory; its own output may say more."
-        verdict = self._judge(reason)
+        verdict = self.agree_on_verdict(reason)
         wait = self.waiting
         if wait is None or "\n" in verdict:  # a verdict of several lines tells of all ranks
             return DesyncError(verdict)
@@ -191,7 +180,7 @@ class Watchdog:
         at = {host: [str(r) for r in ranks if hosts[r] == host] for host in dict.fromkeys(hosts[r] for r in ranks)}
         return " and ".join(f"{'r' if n else 'R'}ank {', '.join(at[host])} on {host}" for n, host in enumerate(at))
 
-    def _judge(self, reason: str) -> str:
+    def agree_on_verdict(self, reason: str) -> str:
         """The first verdict of any rank stands."""
         try:
             return self.store.compare_set("verdict", "", reason).decode()
@@ -211,21 +200,21 @@ class Watchdog:
             return
         known = self._get("verdict").decode()
         if isinstance(error, DesyncError):
-            if (own := _before(error)) is not None:
+            if (own := _own_exception(error)) is not None:
                 self._previous_hook(type(own), own, own.__traceback__)
-            if self._judge_teller() == self.comm.rank:
+            if self._rank_that_prints() == self.comm.rank:
                 print(f"shardproof: {error}", file=sys.stderr, flush=True)
             return
-        ours = self._judge(self._obituary(kind, error, tb))
+        ours = self.agree_on_verdict(self._obituary(kind, error, tb))
         if known and ours == known and is_closed_connection(error):
             first = f"rank {self.comm.rank} ends too. {known.splitlines()[0]}"
-            told = known if self._judge_teller() == self.comm.rank else first
+            told = known if self._rank_that_prints() == self.comm.rank else first
             print(f"shardproof: {told}", file=sys.stderr, flush=True)
             return
         self._previous_hook(kind, error, tb)
         self.comm.close_connections()
 
-    def _judge_teller(self) -> int:
+    def _rank_that_prints(self) -> int:
         try:
             return int(self.store.compare_set("teller", "", str(self.comm.rank)))
         except Exception:
@@ -326,7 +315,7 @@ class Watchdog:
                 else "Call the same things on every rank. Where ranks compute different things before a collective of "
                 "your own, let them meet first: shardproof.barrier(model)."
             )
-            self._judge(f"The ranks wait for each other for good:\n{lines}\n{advice}")
+            self.agree_on_verdict(f"The ranks wait for each other for good:\n{lines}\n{advice}")
             self._end_if_blocked(now)
         if len(states) == self.comm.size and "busy" not in kinds:
             shortest = min(said.age for said in states.values())
@@ -336,7 +325,7 @@ class Watchdog:
                     if kinds == {"waiting"}
                     else "Call the same collectives on every rank, in the same order."
                 )
-                self._judge(f"All ranks have waited for each other for {shortest:.0f} s:\n{lines}\n{advice}")
+                self.agree_on_verdict(f"All ranks have waited for each other for {shortest:.0f} s:\n{lines}\n{advice}")
                 self._end_if_blocked(now)
         longest = max((said.age for said in states.values() if said.kind != "busy"), default=0.0)
         long = min(longest, now - self._told_at) > 6 * self.patience
@@ -352,12 +341,9 @@ class Watchdog:
         self._stop.wait(0.2 * self.patience)
         kind, again, _ = self._state(now)
         if kind != "busy" and again == since and not self._stop.is_set():  # an accelerator's collective cannot be woken
-            if self._judge_teller() == self.comm.rank:
+            if self._rank_that_prints() == self.comm.rank:
                 print(f"shardproof: {self._get('verdict').decode()}", file=sys.stderr, flush=True)
             os._exit(1)
-
-    def stop(self) -> None:
-        self._stop.set()
 
 
 def _own_connection(comm: Collectives) -> Any:
@@ -389,7 +375,7 @@ def _leave(reference: weakref.ref[Watchdog]) -> None:
     """At the end of the program. One that ends while it handles an error does not come to it."""
     watchdog = reference()
     if watchdog is not None and watchdog._process == os.getpid() and sys.exception() is None:
-        watchdog.stop()
+        watchdog._stop.set()
         watchdog._thread.join(1.0)
         watchdog.leave_word("left")
         watchdog.comm.leave(watchdog.patience)

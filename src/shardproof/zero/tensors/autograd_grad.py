@@ -47,7 +47,7 @@ def grad_of_parameters(
         if grad is not None:
             wholes[key] = GatherNow.apply(grad, flat) if flat.engine.sharded else grad
     rest = iter(found[len(flats) :])
-    results = []
+    results: list[torch.Tensor | None] = []
     for x in inputs:
         if not isinstance(x, ShardedParameter):
             value = next(rest)
@@ -56,20 +56,13 @@ def grad_of_parameters(
             value = value if value.requires_grad else value.data  # its edits are its own
         else:
             value = None
-        results.append(value)
-    return _told(inputs, results, strict, materialize)
-
-
-def _told(inputs: Any, results: list[Any], strict: bool, materialize: bool) -> tuple[torch.Tensor | None, ...]:
-    """What to say of inputs that were not used."""
-    for i, (x, value) in enumerate(zip(inputs, results, strict=True)):
         if value is None and strict:
             name = f" ('{x.qualified_name}')" if isinstance(x, ShardedParameter) else ""
             raise RuntimeError(
                 f"One of the differentiated Tensors{name} appears to not have been used in the graph. "
                 "Set allow_unused=True if this is the desired behavior."
             )
-        results[i] = torch.zeros_like(x) if value is None and materialize else value
+        results.append(torch.zeros_like(x) if value is None and materialize else value)
     return tuple(results)
 
 

@@ -25,17 +25,14 @@ def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.
     """
     tensors = list(tensors)
     at = sorted(range(len(tensors)), key=lambda i: in_the_model(tensors[i]))  # other ranks may name them otherwise
-    found = [_norms_of_one(members, order, dtype) for members in by_engine(tensors[i] for i in at).values()]
+    found = [
+        _over_ranks(engine, [(t.flat, t.index) for t in members], [t.local.detach() for t in members], order, dtype)
+        for engine, members in by_engine(tensors[i] for i in at).items()
+    ]
     if not found:
         return torch.zeros(0)
     norms = found[0] if len(found) == 1 else torch.cat(found)
     return norms if at == list(range(len(at))) else norms[torch.tensor(at, device=norms.device).argsort()]
-
-
-def _norms_of_one(tensors: list[ShardedTensor], order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """Of tensors of one engine."""
-    places = [(t.flat, t.index) for t in tensors]
-    return _over_ranks(tensors[0].flat.engine, places, [t.local.detach() for t in tensors], order, dtype)
 
 
 def _over_ranks(

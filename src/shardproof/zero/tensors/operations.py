@@ -356,13 +356,12 @@ def _autograd_backward(
     grad_tensors: Any = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
-    grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
     """`loss.backward(inputs=[p])`: parameters are named by their edges in the graph."""
     with torch._C.DisableTorchFunctionSubclass():
         edges = None if inputs is None else [torch.autograd.graph.get_gradient_edge(x) for x in inputs]
-    torch.autograd.backward(_whole(tensors, []), grad_tensors, retain_graph, create_graph, grad_variables, edges)
+    torch.autograd.backward(_whole(tensors, []), grad_tensors, retain_graph, create_graph, inputs=edges)
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
