@@ -28,7 +28,7 @@ import shardproof
 from distributed.harness import Alone, Record, Sharded, compare, train
 from shardproof.train.model import activations
 from shardproof.zero.comm import collectives
-from shardproof.zero.device import beside, default_device
+from shardproof.zero.device import default_device, side_stream
 from shardproof.zero.ranks.invariants import Invariants
 from shardproof.zero.schedule import home
 from zero.graphs import CASES
@@ -333,13 +333,13 @@ def late(model: nn.Module, where: str) -> Iterator[None]:
 
     @contextlib.contextmanager
     def lately(*args: Any) -> Iterator[torch.Stream]:
-        with beside(*args) as stream:
+        with side_stream(*args) as stream:
             dawdle()
             yield stream
 
     with contextlib.ExitStack() as stack:
         for module in (collectives, home, activations) if where == "beside" else ():
-            stack.enter_context(mock.patch.object(module, "beside", lately))
+            stack.enter_context(mock.patch.object(module, "side_stream", lately))
         for block in model.blocks if where == "computing" else ():
             stack.callback(block.register_forward_pre_hook(dawdle).remove)
             stack.callback(block.register_full_backward_hook(dawdle).remove)

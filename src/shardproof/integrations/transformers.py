@@ -55,7 +55,7 @@ from shardproof.integrations.saved import (
 )
 from shardproof.integrations.server import asks_all_ranks, serve_weights
 from shardproof.integrations.weights import places_in_model, stream_weights
-from shardproof.zero.tensors.norms import learning
+from shardproof.zero.tensors.norms import learning_parameters
 
 if TYPE_CHECKING:
     from shardproof import MixedPrecision
@@ -224,7 +224,7 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
-        return [parameter for model in self._trained for parameter in learning(model)]
+        return [parameter for model in self._trained for parameter in learning_parameters(model)]
 
     def shard_frozen(self, model: nn.Module) -> nn.Module:
         """Shard a model that is asked and never trained, in place, at the stage and in the precision of its own."""

@@ -24,6 +24,8 @@ from shardproof.zero.checks import (
     check_codes,
     check_forwards,
     check_memory,
+    check_steps,
+    check_unwrapped,
     engine_of,
     has_engine,
     warn_of_statistics,
@@ -37,9 +39,8 @@ from shardproof.zero.ranks.invariants import some
 from shardproof.zero.schedule.engine import Engine
 from shardproof.zero.schedule.home import home_of
 from shardproof.zero.stats import Stats, UnitStats
-from shardproof.zero.tensors.norms import Together, learning, norms_of
+from shardproof.zero.tensors.norms import GradientGroup, learning_parameters, norms_of
 from shardproof.zero.tensors.parameter import ShardedGradient
-from shardproof.zero.wrappers import check_steps, check_unwrapped
 
 __all__ = [
     "MixedPrecision",
@@ -354,11 +355,11 @@ def clip_grad_norm_(
     Raises:
         NonFiniteError: if asked to check and the norm is inf or nan; nothing is scaled then.
     """
-    params = learning(model) if isinstance(model, nn.Module) else list(model)
-    if norm_type >= 0 and (together := Together.of(params)) is not None:
-        total = together.norm(norm_type)
+    params = learning_parameters(model) if isinstance(model, nn.Module) else list(model)
+    if norm_type >= 0 and (group := GradientGroup.of(params)) is not None:
+        total = group.norm(norm_type)
         if not error_if_nonfinite or bool(torch.isfinite(total)):
-            together.scale(max_norm, total)
+            group.scale(max_norm, total)
             return total
     grads = [g for p in params if (g := p.grad) is not None]
     if not grads:

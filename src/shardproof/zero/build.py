@@ -15,13 +15,13 @@ from torch.nn.modules import module as nn_module
 from torch.nn.parameter import UninitializedParameter
 
 from shardproof.errors import EngineError
+from shardproof.zero.checks import READER, check_unwrapped
 from shardproof.zero.optim.state import Replaced
 from shardproof.zero.ranks.same_model import check_same_model
 from shardproof.zero.schedule.engine import Engine
 from shardproof.zero.tensors.parameter import ShardedParameter, ShardedValue
 from shardproof.zero.units.flat import Flat
 from shardproof.zero.units.unit import Slot, Unit
-from shardproof.zero.wrappers import check_unwrapped
 
 Places = dict[int, tuple[nn.Parameter, Unit, list[tuple[nn.Module, str, str]]]]
 
@@ -29,9 +29,6 @@ Places = dict[int, tuple[nn.Parameter, Unit, list[tuple[nn.Module, str, str]]]]
 # the head, the first that backward computes, is on its way while the blocks work, not at the very end.
 LARGE = 1 << 20
 
-# A parameter may have an attribute of this name: a function of the first and the last (exclusive) element, which reads
-# these from where the values are. Then its own are not looked at, and no rank ever has more than it keeps.
-READER = "read_range"
 _PLAIN = nn.Parameter, ShardedValue  # the latter is what `nn.Parameter(p.data)` makes of a sharded one
 UnitChoice = Sequence["type[nn.Module] | str"] | None
 

@@ -1,24 +1,61 @@
-"""What is refused before a model is touched: by `shard`, because ranks would differ or nothing would be trained, and by
-all that wants a sharded one."""
+"""What is refused before a model is touched: by `shard`, because ranks would differ, nothing would be trained or its
+work would be done twice, and by all that wants a sharded one."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from shardproof.errors import EngineError
-from shardproof.zero.build import READER
 from shardproof.zero.precision import MixedPrecision
 from shardproof.zero.ranks.invariants import some
-from shardproof.zero.schedule.engine import Engine
 from shardproof.zero.tensors.parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from shardproof.zero.schedule.engine import Engine
 
 log = logging.getLogger("shardproof.zero")
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
+# By name, as importing them takes half a second.
+_WRAPPERS = {
+    "DDP",  # what `replicate` mixes into a module's class
+    "DataParallel",
+    "DistributedDataParallel",
+    "FSDPModule",
+    "FullyShardedDataParallel",
+    "ReplicateModule",
+}
+
+# A parameter may have an attribute of this name: a function of the first and the last (exclusive) element, which reads
+# these from where the values are. Then its own are not looked at, and no rank ever has more than it keeps.
+READER = "read_range"
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Refuse what averages gradients, cuts parameters or splits batches itself."""
+    for name, module in model.named_modules():
+        if _WRAPPERS & {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.")}:
+            where = f"'{name}'" if name else "The model"
+            raise EngineError(
+                f"{where} is wrapped in {type(module).__name__}, which does what shardproof.shard does. Leave the "
+                "wrapper out: shard the module itself, stage 0 is what DistributedDataParallel does."
+            )
+
+
+def check_steps(model: nn.Module) -> None:
+    """Refuse optimizers that step in backward where gradients of plain parameters are accumulated."""
+    for name, p in model.named_parameters():
+        if "_in_backward_optimizers" in p.__dict__:
+            raise EngineError(
+                f"'{name}' has an optimizer of _apply_optimizer_in_backward, which would never step: it waits for what "
+                "accumulates the gradient of a plain parameter. Step in a hook behind shardproof.shard instead: "
+                "p.register_post_accumulate_grad_hook."
+            )
 
 
 def check_forwards(model: nn.Module, ranks: int) -> None:

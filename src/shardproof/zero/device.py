@@ -73,7 +73,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 @contextmanager
-def beside(device: torch.device, stream: torch.Stream | None = None) -> Iterator[torch.Stream]:
+def side_stream(device: torch.device, stream: torch.Stream | None = None) -> Iterator[torch.Stream]:
     """What is queued inside runs on a stream of its own (`stream`, or a new one), after what was queued before."""
     stream = torch.Stream(device) if stream is None else stream
     stream.wait_stream(torch.accelerator.current_stream(device))

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shardproof.errors import ConfigError
 from shardproof.models.checkpointing import checkpointing_name
-from shardproof.zero.device import beside
+from shardproof.zero.device import side_stream
 
 HOST = torch.device("cpu")
 SMALL = 4096
@@ -268,7 +268,7 @@ class HeldByHost(saved_tensors_hooks):
         if not self.queues:
             yield
             return
-        with beside(self.device, self._stream) as self._stream:
+        with side_stream(self.device, self._stream) as self._stream:
             yield
 
     def _event(self) -> torch.Event | None:

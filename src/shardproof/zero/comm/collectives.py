@@ -39,7 +39,7 @@ from shardproof.zero.comm.leaving import Leaving
 from shardproof.zero.comm.neighbours import Neighbours, neighbours_of
 from shardproof.zero.comm.pending import Pending, Size, Worker
 from shardproof.zero.comm.words import EXCHANGE_TAG, NEVER_TAG, NO_WORD, PROBE_TAG, Words
-from shardproof.zero.device import BufferPool, beside, imagined
+from shardproof.zero.device import BufferPool, imagined, side_stream
 
 # torch 2.13 renamed the tensor collectives and deprecated the old names; torch 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -208,7 +208,7 @@ class Collectives:
             work = _reduce_scatter(_as_real(shard), _as_real(whole), group=self._gather_group, async_op=True)
             if self.replicas > 1:
                 self._replica_stream = self._replica_stream or torch.Stream(self.device)
-                with beside(self.device, self._replica_stream):  # the present stream waits for neither leg
+                with side_stream(self.device, self._replica_stream):  # the present stream waits for neither leg
                     work.wait()
                     work = self._over_replicas(shard)
             return Pending([work], shard, whole)
@@ -310,10 +310,10 @@ class Collectives:
         return tensor
 
     @names_lost_ranks
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Overwrite a contiguous `tensor` with the copy of rank `source`."""
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Overwrite a contiguous `tensor` with the copy of rank 0."""
         if self.size > 1:
-            dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.group, group_src=source)
+            dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.group, group_src=0)
         return tensor
 
     @names_lost_ranks

@@ -104,7 +104,7 @@ class Watchdog:
         self.comm, self.describe, self.patience = comm, describe, 10.0
         self.waiting: Wait | None = None
         self.waits = 0
-        self.store = dist.PrefixStore(f"shardproof/{comm.group_name}", _own_connection(comm))
+        self.store = dist.PrefixStore(f"shardproof/{comm.group_name}", _own_connection())
         self._main, self._process = threading.get_ident(), os.getpid()
         self._collective: tuple[tuple[int, int], float] = (0, 0), 0.0
         self._stop = threading.Event()
@@ -346,14 +346,14 @@ class Watchdog:
             os._exit(1)
 
 
-def _own_connection(comm: Collectives) -> Any:
+def _own_connection() -> Any:
     """The store of the default process group, by a connection of its own where it has such."""
     store = dist.distributed_c10d._get_default_store()
     try:
         with tcp_keepalive():
             # With its prefix: below it there may be what ranks of before have left (see comm/store.py).
             return store.clone()  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):
         return store
 
 

@@ -31,7 +31,7 @@ from contextlib import contextmanager
 import torch
 
 from shardproof.errors import EngineError
-from shardproof.zero.device import BufferPool, beside
+from shardproof.zero.device import BufferPool, side_stream
 
 OFFLOADS = "optimizer", "all"  # and nvme:FOLDER
 AHEAD = 2  # copies home that computing may be ahead of
@@ -136,7 +136,7 @@ class Home:
         """Copy `values` to `here`, beside the computing."""
         if not self.queues or values.device == self.device:
             return here.copy_(values)
-        with beside(values.device, self._outgoing) as self._outgoing:
+        with side_stream(values.device, self._outgoing) as self._outgoing:
             here.copy_(values.to(here.dtype), non_blocking=True)
             self._landed = self._outgoing.record_event()
             self._landing.append((self._landed, values))
@@ -155,7 +155,7 @@ class Home:
         if not self.queues:
             yield
             return
-        with beside(self.away, self._incoming) as self._incoming:
+        with side_stream(self.away, self._incoming) as self._incoming:
             yield
 
     def bring(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

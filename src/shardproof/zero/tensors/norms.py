@@ -80,7 +80,7 @@ def _local_norms(parts: list[torch.Tensor], order: float, dtype: torch.dtype | N
     return norms
 
 
-def learning(model: nn.Module) -> list[torch.Tensor]:
+def learning_parameters(model: nn.Module) -> list[torch.Tensor]:
     """The parameters of a model that have a gradient, or may get one. Those of a sharded one its units know, unless
     modules or parameters were exchanged since: to go through all modules of a model with adapters takes the host some
     milliseconds."""
@@ -91,7 +91,7 @@ def learning(model: nn.Module) -> list[torch.Tensor]:
     return [p for flat in flats for p in flat.params]
 
 
-class Together:
+class GradientGroup:
     """The present gradients of parameters of one engine, looked at and scaled at once: what a loop over them would do
     in Python for each is most of what clipping costs the host.
 
@@ -108,7 +108,7 @@ class Together:
         self.parts = [flat.grad_locals[index] for flat, index in present]
 
     @classmethod
-    def of(cls, params: Sequence[torch.Tensor]) -> Together | None:
+    def of(cls, params: Sequence[torch.Tensor]) -> GradientGroup | None:
         """None where each has to be looked at by itself: parameters that are not sharded, or by several engines,
         gradients that lie in several places or are part of a graph."""
         sharded: list[ShardedParameter] = [p for p in params if type(p) is ShardedParameter]
