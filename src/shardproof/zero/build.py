@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from shardproof.errors import EngineError
 from shardproof.zero.checks import READER, check_unwrapped
 from shardproof.zero.optim.state import Replaced
+from shardproof.zero.ranks.invariants import on_any_rank
 from shardproof.zero.ranks.same_model import check_same_model
 from shardproof.zero.schedule.engine import Engine
 from shardproof.zero.tensors.parameter import ShardedParameter, ShardedValue
@@ -367,9 +368,8 @@ class Builder:
         if not new:
             return
         comm = self.engine.comm
-        flags = torch.tensor([g is not None for _, g in new], device="cpu").long()
-        comm.agree([], flags)
-        for (p, grad), used in zip(new, flags.tolist(), strict=True):
+        anywhere = on_any_rank(comm, [grad is not None for _, grad in new])
+        for (p, grad), used in zip(new, anywhere, strict=True):
             if used:
                 grad = torch.zeros(p.shape, dtype=p.dtype, device=comm.device) if grad is None else grad.detach()
                 p.grad = comm.total(grad.to(comm.device).clone()).div_(self.engine.divisor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import compress
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from shardproof.errors import EngineError
-from shardproof.zero.ranks.invariants import differing, digest, some
+from shardproof.zero.ranks.invariants import differing, digest, on_any_rank, some
 from shardproof.zero.schedule.engine import Engine
 from shardproof.zero.tensors.parameter import ShardedParameter
 from shardproof.zero.units.flat import Flat
@@ -105,21 +106,19 @@ def _compare(
             f"{names}: edited inside shardproof.whole() on some ranks only, or to other values than on the rest, and "
             "dropped. Make the same edit on every rank."
         )
-    flags = torch.zeros(2, len(params), dtype=torch.uint8, device=engine.comm.device)
-    for column, p in enumerate(params):
+    differ = []
+    for p in params:
         flat = p.flat
-        flags[1, column] = stand_ins[p].grad is not None
         with torch.no_grad():
             master = flat.locals[p.index].view(-1)
             new = flat.slice_of(stand_ins[p], p.index).to(flat.device)
             old = master.to(new.dtype)
             differs = (old != new) & ~((old != old) & (new != new))  # nan equals nan
-            if bool(differs.any()):
-                flags[0, column] = 1
-                if keep:
-                    master[differs] = new[differs].to(master.dtype)
-    engine.comm.largest(flags)
-    edited, with_gradient = ([p for p, flag in zip(params, row, strict=True) if flag] for row in flags.tolist())
+            differ.append(bool(differs.any()))
+            if keep and differ[-1]:
+                master[differs] = new[differs].to(master.dtype)
+    found = on_any_rank(engine.comm, [*differ, *(stand_ins[p].grad is not None for p in params)])
+    edited, with_gradient = list(compress(params, found)), list(compress(params, found[len(params) :]))
     for p in edited if keep else ():
         p.flat.changed(p.index)
     return edited, with_gradient

@@ -21,6 +21,8 @@ from shardproof.errors import DesyncError
 from shardproof.zero.autograd import asked_for
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shardproof.zero.comm.collectives import Collectives
     from shardproof.zero.schedule.engine import Engine
     from shardproof.zero.tensors.parameter import ShardedParameter
@@ -63,6 +65,13 @@ def _factors(values: torch.Tensor) -> torch.Tensor:
 def differing(comm: Collectives, digests: list[int]) -> list[int]:
     """Which of `digests` are not the same on all ranks."""
     return [i for i, alike in enumerate(comm.agree(digests)) if not alike]
+
+
+def on_any_rank(comm: Collectives, mine: Sequence[bool]) -> list[bool]:
+    """For each of `mine` whether it holds here or on another rank."""
+    flags = torch.tensor(mine, dtype=torch.int64, device="cpu")
+    comm.agree([], flags)
+    return [flag > 0 for flag in flags.tolist()]
 
 
 def some(names: list[str]) -> str:
@@ -187,8 +196,7 @@ class Invariants:
     def _agree_on_edited(self, flats: list[Flat]) -> None:
         """What one rank has seen to be edited in forward, all look at: an edit may be in the slices of some only."""
         mine = [index in flat.edited for flat in flats for index in range(len(flat.names))]
-        flags = self.engine.comm.largest(torch.tensor(mine, dtype=torch.uint8, device=self.engine.comm.device))
-        found = iter(flags.tolist())
+        found = iter(on_any_rank(self.engine.comm, mine))
         for flat in flats:
             flat.edited = {index for index in range(len(flat.names)) if next(found)}
 
@@ -236,18 +244,16 @@ class Invariants:
 
     def after_step(self, optimizer: Optimizer, pairs: Pairs, before: list[tuple[bool, int]]) -> None:
         """Compare with what `before_step` returned; on all ranks alike."""
-        engine = self.engine
-        flags = torch.zeros(2, len(pairs), dtype=torch.uint8, device=engine.comm.device)
-        for column, ((_, local), (pushed, old)) in enumerate(zip(pairs, before, strict=True)):
-            flags[0, column] = pushed
-            flags[1, column] = pushed and digest(local) != old
+        engine, count = self.engine, len(pairs)
+        pushed = [pushes for pushes, _ in before]
+        moved = [pushes and digest(local) != old for (_, local), (pushes, old) in zip(pairs, before, strict=True)]
         engine.meet("check the first update")
-        engine.comm.largest(flags)
+        found = on_any_rank(engine.comm, [*pushed, *moved])
         rates = _rates(optimizer)
         stuck = [
             p.qualified_name
-            for (p, local), pushed, moved in zip(pairs, flags[0].tolist(), flags[1].tolist(), strict=True)
-            if pushed and not moved and rates.get(id(local)) != 0
+            for (p, local), pushes, moves in zip(pairs, found[:count], found[count:], strict=True)
+            if pushes and not moves and rates.get(id(local)) != 0
         ]
         if stuck and engine.comm.rank == 0:
             log.warning(

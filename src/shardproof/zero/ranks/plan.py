@@ -80,9 +80,9 @@ class Plan:
             self._habits.popitem(last=False)
         self._after, self._since = (*since, word), []
         self.words, self.at, self.left = (), 0, False
-        following = self._habits.get(self._after)
-        trusted = following is not None and following.repeats >= following.needed
-        self._candidate = following.words if trusted and following and len(following.words) < _LONGEST else ()
+        following = self._habits.get(self._after, _Habit())
+        trusted = following.repeats >= following.needed and len(following.words) < _LONGEST
+        self._candidate = following.words if trusted else ()
         if not self._candidate:
             return 0
         digest = hashlib.blake2b(array("q", self._candidate).tobytes(), digest_size=7).digest()

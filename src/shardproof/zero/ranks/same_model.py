@@ -6,9 +6,8 @@ import hashlib
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-import torch
-
 from shardproof.errors import DesyncError
+from shardproof.zero.ranks.invariants import on_any_rank
 
 if TYPE_CHECKING:
     from shardproof.zero.build import Places
@@ -53,10 +52,8 @@ def _parameters(places: Places) -> list[str]:
 
 def _refuse(comm: Collectives, lines: list[str]) -> None:
     of_first = comm.broadcast_object(lines)
-    differs = torch.zeros(comm.size, dtype=torch.int64, device="cpu")
-    differs[comm.rank] = int(lines != of_first)
-    comm.agree([], differs)
-    rank = int(differs.argmax())
+    differs = lines != of_first
+    rank = on_any_rank(comm, [differs and rank == comm.rank for rank in range(comm.size)]).index(True)
     of_other = comm.broadcast_object(lines, rank)
     pairs = zip_longest(of_first, of_other, fillvalue="nothing more")
     here, there = next((a, b) for a, b in pairs if a != b)

@@ -28,7 +28,7 @@ import torch
 
 from shardproof.errors import DesyncError
 from shardproof.zero.ranks.frames import place_in_user_code
-from shardproof.zero.ranks.invariants import differing, digest_of, some
+from shardproof.zero.ranks.invariants import differing, digest_of, on_any_rank, some
 from shardproof.zero.tensors.parameter import ShardedTensor
 
 if TYPE_CHECKING:
@@ -229,13 +229,10 @@ class Written:
         mine = [left[key] & BITS if key in left else None for key in keys]
         apart = differing(engine.comm, [-1 if number is None else number for number in mine])
         flats = {flat.index: flat for flat in engine.flats}
-        wrong = torch.zeros(len(apart), dtype=torch.uint8, device=engine.comm.device)
-        for place, i in enumerate(apart):
-            now = int(_digest_of_left(_present(flats[keys[i][1]], keys[i][2]))) & BITS
-            wrong[place] = mine[i] not in (None, now)
-        engine.comm.largest(wrong)
-        if bool(wrong.any()):
-            raise self._error([keys[i] for i, flag in zip(apart, wrong.tolist(), strict=True) if flag], " in forward")
+        present = (int(_digest_of_left(_present(flats[keys[i][1]], keys[i][2]))) & BITS for i in apart)
+        wrong = on_any_rank(engine.comm, [mine[i] not in (None, now) for i, now in zip(apart, present, strict=True)])
+        if any(wrong):
+            raise self._error([keys[i] for i, flag in zip(apart, wrong, strict=True) if flag], " in forward")
         if not engine.sharded or engine.comm.replicas > 1:
             engine.invariants.check_replicas([(flats[keys[i][1]], keys[i][2]) for i in apart])
 

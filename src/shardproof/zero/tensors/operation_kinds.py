@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 _T = torch.Tensor
 
 
-def _getters(*names: str) -> list[Any]:
-    return [getattr(_T, name).__get__ for name in names if hasattr(_T, name)]
-
-
-METADATA = set(
-    _getters(
-        *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "names", "itemsize"),
-        *("nbytes", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_sparse_csr", "is_mkldnn"),
-        *("is_quantized", "is_nested", "is_vulkan", "is_ipu", "is_xla", "is_maia", "is_mtia", "retains_grad"),
-        *("output_nr", "grad_dtype", "_version", "_backward_hooks", "_base", "name"),
-    )
-)
-for _name in (
+_METADATA_NAMES = (
+    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "names", "itemsize"),
+    *("nbytes", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_sparse_csr", "is_mkldnn"),
+    *("is_quantized", "is_nested", "is_vulkan", "is_ipu", "is_xla", "is_maia", "is_mtia", "retains_grad"),
+    *("output_nr", "grad_dtype", "_version", "_backward_hooks", "_base", "name"),
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size"),
     *("is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "get_device", "is_shared"),
     *("__len__", "__hash__", "_is_view", "is_distributed", "dim_order", "is_same_size", "is_pinned"),
-):
-    if hasattr(_T, _name):
-        METADATA.add(getattr(_T, _name))
+)
+_found = [getattr(_T, name) for name in _METADATA_NAMES if hasattr(_T, name)]  # not every torch has all of them
+METADATA = {one if callable(one) else one.__get__ for one in _found}  # a method, or what reads an attribute
 METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference, torch.is_same_size}
 
 # New tensors in the likeness of another: only its shape, dtype and device matter.
