@@ -153,6 +153,26 @@ def test_an_optimizer_of_its_own_trains_what_a_rank_has_for_itself(run2):
         assert lines == []
 
 
+def joined_later(stage: int) -> list[str]:
+    """A head, of which one part has no gradient, and another head from the second step on: each rank's are the same."""
+    torch.manual_seed(0)
+    model, heads = shardproof.shard(nn.Linear(FEATURES, FEATURES), stage), [nn.Linear(FEATURES, CLASSES) for _ in "ab"]
+    optimizer = torch.optim.SGD([*model.parameters(), *heads[0].parameters(), nn.Parameter(torch.ones(3))], lr=0.1)
+    with listening() as lines:
+        for step in range(4):
+            if step == 1:
+                optimizer.add_param_group({"params": heads[1].parameters()})
+            sum(head(model(torch.ones(2, FEATURES))).square().sum() for head in heads).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return lines
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_joins_an_optimizer_later_is_let_be(run2, stage):
+    assert run2(joined_later, stage) == [[], []]
+
+
 def dealt_out(stage: int) -> str:
     """Each rank steps parameters of its own, as `ZeroRedundancyOptimizer` does. The error, or nothing."""
     torch.manual_seed(0)

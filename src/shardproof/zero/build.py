@@ -365,8 +365,6 @@ class Builder:
 
     def _adopt_gradients(self, new: list[tuple[ShardedParameter, torch.Tensor | None]]) -> None:
         """Gradients from before the cut become their mean over ranks."""
-        if not new:
-            return
         comm = self.engine.comm
         anywhere = on_any_rank(comm, [grad is not None for _, grad in new])
         for (p, grad), used in zip(new, anywhere, strict=True):

@@ -99,14 +99,11 @@ def _slices_of(params: list[ShardedParameter]) -> str:
     return f"rank {engine.comm.shard_rank} of {engine.comm.shards}" if engine.sharded else "whole parameters"
 
 
-_CHECKPOINTS = "torch.distributed.checkpoint."
-
-
-def _asked_by(package: str) -> bool:
-    """Whether `optimizer.state_dict()` was called by a module of it, rather than by the user."""
+def _asked_by_torchs_checkpoint() -> bool:
+    """Whether `optimizer.state_dict()` was called by torch.distributed.checkpoint, rather than by the user."""
     frame: FrameType | None = sys._getframe(2)  # beyond this and the hook
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
-        if frame.f_globals["__name__"].startswith(package):
+        if frame.f_globals["__name__"].startswith("torch.distributed.checkpoint."):
             return True
         frame = frame.f_back
     return False
@@ -141,7 +138,7 @@ def mark_state_dicts(optimizer: Optimizer) -> None:
     def mark(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         params = sharded_in(optimizer)
         if params and any(p.flat.engine.sharded for p in params):
-            if _asked_by(_CHECKPOINTS):
+            if _asked_by_torchs_checkpoint():
                 raise EngineError(
                     "torch.distributed.checkpoint asks for the state of an optimizer that holds this rank's slices and "
                     f"would keep those of one rank only. {_INSTEAD}"
