@@ -165,7 +165,7 @@ def late_streams() -> Iterator[LateStreams]:
         return made
 
     @contextlib.contextmanager
-    def beside(device: torch.device, stream: Stream | None = None) -> Iterator[Stream]:
+    def side_stream(device: torch.device, stream: Stream | None = None) -> Iterator[Stream]:
         mode.beside_it.append(stream or Stream(mode))
         try:
             yield mode.beside_it[-1]
@@ -188,8 +188,8 @@ def late_streams() -> Iterator[LateStreams]:
         mock.patch.object(collectives.Collectives, "gather", gather),
         mock.patch.object(api, "_device", lambda device: torch.device(device)),
         mock.patch.object(api, "home_of", home_of),
-        mock.patch.object(home, "beside", beside),
-        mock.patch.object(activations, "beside", beside),
+        mock.patch.object(home, "side_stream", side_stream),
+        mock.patch.object(activations, "side_stream", side_stream),
         mock.patch.object(torch.accelerator, "current_stream", return_value=Computing(mode)),
         mock.patch.object(turns, "_disable_current_modes", contextlib.nullcontext),
         mode,
