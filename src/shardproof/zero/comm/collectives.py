@@ -298,8 +298,9 @@ class Collectives:
     @names_lost_ranks
     def total(self, tensor: torch.Tensor, of_shards: bool = False) -> torch.Tensor:
         """Sum a small tensor over ranks, or those that hold one copy of the model (`of_shards`), in place, and wait."""
-        if (self.shards if of_shards else self.size) > 1:
-            dist.all_reduce(tensor, group=self.shard_group or self.group if of_shards else self.group)
+        group, size = (self.shard_group or self.group, self.shards) if of_shards else (self.group, self.size)
+        if size > 1:
+            dist.all_reduce(tensor, group=group)
         return tensor
 
     @names_lost_ranks
