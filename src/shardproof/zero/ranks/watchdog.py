@@ -353,7 +353,7 @@ def _own_connection() -> Any:
         with tcp_keepalive():
             # With its prefix: below it there may be what ranks of before have left (see comm/store.py).
             return store.clone()  # type: ignore[attr-defined]
-    except (RuntimeError, NotImplementedError):
+    except (AttributeError, RuntimeError, NotImplementedError):
         return store
 
 
