@@ -217,7 +217,11 @@ class Pool:
             self._start()
         for pipe in self._pipes:
             pipe.send(message)
-        answers = self._collect(timeout)
+        try:
+            answers = self._collect(timeout)
+        except BaseException:  # the limit of a test, or Ctrl-C: what the ranks still do answers no later call
+            self.close()
+            raise
         if all(answer is not None and answer[0] == "ok" for answer in answers):
             if max(map(_threads, self.pids)) > MOST_THREADS:
                 self.close()

@@ -52,6 +52,23 @@ def test_processes_are_shared_between_calls(run2):
     assert run2(where) == run2(where)
 
 
+def test_a_call_that_is_ended_from_outside_answers_no_later_one(monkeypatch):
+    """As by the limit of a test, or Ctrl-C."""
+    pool = Pool(1)
+    try:
+        pool.run(where)
+
+        def end(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(pool, "_collect", end)
+            pool.run(add_up, 0.5)
+        assert pool.run(add_up, 2.0) == [2.0]
+    finally:
+        pool.close()
+
+
 def test_a_function_without_import_path_is_refused(run2):
     with pytest.raises(TypeError, match="module-level"):
         run2(lambda: None)
@@ -69,6 +86,7 @@ def test_failures_name_rank_and_reason_and_the_pool_recovers(own_pool, monkeypat
     monkeypatch.setattr("distributed.pool.GRACE", 0.5)
     with pytest.raises(RemoteError, match=r"(?s)rank 1 of 2 raised.*ValueError: the reason.*rank 0 of 2 was still"):
         own_pool.run(fail_on_rank_1)
+    own_pool.run(where)  # so that new ranks are in the function when its time is over
     with pytest.raises(PoolTimeout, match=r"(?s)rank 0 of 2 was still here.*hang_on_rank_0"):
         own_pool.run(hang_on_rank_0, timeout=1.0)
     assert own_pool.run(add_up, 1.0) == [3.0, 3.0]

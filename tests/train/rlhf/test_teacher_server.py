@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +16,13 @@ import torch
 
 from distributed.pool import RemoteError
 from shardproof.errors import ConfigError
+from shardproof.train.losses.likeliest import distance
 from shardproof.train.options.rlhf_config import RlhfConfig
 from shardproof.train.rlhf import teachers
 from shardproof.train.rlhf.algorithms import check_algorithm
 from shardproof.train.rlhf.teachers import TeacherServer, check_teacher_server
 from train.rlhf.teacher_of_transformers import Teacher, served
+from train.rlhf.test_likeliest import divergence
 from train.rlhf.test_same_losses import ALGORITHMS, CHECKPOINTED, COMMON, SHARED
 
 GKD = [*COMMON, "--dataset", "FILES/chats.jsonl", "--rlhf-type", "gkd", "--gkd-logits-topk", "8"]
@@ -101,9 +105,36 @@ def test_what_it_says_is_put_where_it_belongs(teacher: Teacher) -> None:
     assert torch.allclose(logps[[0, 2]], known[[0, 2]], atol=1e-5)
     none = TeacherServer(teacher.address, 5).likeliest(ids, mask, torch.zeros_like(learnt), 2048)
     assert [tuple(part.shape) for part in none] == [(0, 5), (0, 5)]
-    most = int(tokens.max())
-    with pytest.raises(ConfigError, match=f"has token {most} among its likeliest ones, and --model has {most} tokens"):
-        TeacherServer(teacher.address, 5).likeliest(ids, mask, learnt, most)
+
+
+def test_what_lies_beyond_the_vocabulary_of_the_model_is_left_out(
+    teacher: Teacher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both distributions are those of the rest, and no token of the model learns from a place that is empty."""
+    likely = {7: -0.5, 2048: -1.0, 3: -2.0, 9000: -3.0}
+    entry = {str(token): {"logprob": odds} for token, odds in {**likely, 31: -9.0}.items()}
+    monkeypatch.setattr(
+        teacher, "judged", lambda question: (200, {"choices": [{"index": 0, "prompt_logprobs": [None, entry]}]})
+    )
+    server, ids = TeacherServer(teacher.address, 4), torch.tensor([[30, 31]])
+    given = ids, torch.ones_like(ids), torch.tensor([[True]]), 2048
+    with caplog.at_level("WARNING", logger="shardproof"):
+        taught, again = (tuple(server.likeliest(*given)) for _ in range(2))
+    assert [part.shape for part in taught] == [(1, 4), (1, 4)]
+    assert all(torch.equal(part, other) for part, other in zip(taught, again, strict=True))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1, "once a run"
+    assert "token 9000 among its likeliest ones, and --model has 2048 tokens" in said[0]
+    few = torch.tensor([[-0.5, -2.0]]), torch.tensor([[7, 3]])
+    for beta in (0.0, 0.5, 1.0):
+        found = []
+        for part in (taught, few):
+            head = torch.randn(2048, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+            loss = distance(torch.ones(1, 8), head, None, part, 1, divergence(beta))
+            loss.backward()
+            found.append((loss.detach(), head.grad))
+        assert torch.isfinite(found[0][0])
+        torch.testing.assert_close(found[0], found[1])
 
 
 def looked_at(teacher: Teacher, models: dict[str, Path], topk: int = 8, longest: int = 100, **more: Any) -> None:
@@ -178,6 +209,29 @@ def test_what_no_teacher_answers_is_told_as_that(
     monkeypatch.setattr(teacher, "judged", lambda question: answer)
     with pytest.raises(ConfigError, match=text):
         server.asked([[30, 31]], 20)
+
+
+@pytest.mark.parametrize("where", ["headers", "body"])
+def test_an_answer_that_drips_is_late(teacher: Teacher, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """A byte now and then is no answer: all of it has the time that is told."""
+    server, gone = TeacherServer(teacher.address, 2), threading.Event()
+
+    def drip(handler: Any, *_: Any) -> None:
+        if where == "body":
+            handler.send_response(200)
+            handler.end_headers()
+        with contextlib.suppress(OSError):
+            handler.wfile.write(b"HTTP/1.0 200 OK\r\nX-Slow: " if where == "headers" else b" ")
+            while not gone.wait(0.02):
+                handler.wfile.write(b" ")
+
+    monkeypatch.setattr(teacher.RequestHandlerClass, "_tell", drip)
+    try:
+        with pytest.raises(ConfigError, match=r"no answer from .* \(timed out after 0.5 s\)"):
+            server.asked([[30, 31]], 0.5)
+    finally:
+        gone.set()
+    assert len(teacher.asked) == 1
 
 
 def test_one_that_is_late_is_not_asked_again(teacher: Teacher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from shardproof.train.losses.chunked import chunk_of, chunked
 
+ABSENT = -1e4  # what a teacher gives where it has fewer tokens than others: nothing, and so does the model
+
 # Of logits of both [tokens, K], those of the model and those of the teacher: how far they are apart, a scalar.
 Divergence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -57,7 +59,8 @@ def distance(
     """The sum of the divergences from a teacher, divided by `divisor`; see `chunked`.
 
     Args:
-        taught: what the teacher gives its likeliest tokens, logits or log-probabilities [tokens, K], and their numbers.
+        taught: what the teacher gives its likeliest tokens, logits or log-probabilities [tokens, K], and their numbers,
+            each once. Where a value is `ABSENT`, there is no token.
     """
     return chunked(hidden, weight, bias, taught, divisor, partial(_apart, divergence=divergence))
 
@@ -66,7 +69,7 @@ def _apart(
     logits: torch.Tensor, targets: tuple[torch.Tensor, ...], scale: torch.Tensor | None, divergence: Divergence
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     theirs, tokens = targets
-    ours = logits.gather(1, tokens)
+    ours = logits.gather(1, tokens).masked_fill_(theirs <= ABSENT, ABSENT)
     if scale is None:
         return divergence(ours, theirs), None
     with torch.enable_grad():

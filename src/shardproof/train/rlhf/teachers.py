@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import math
+import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import Future
+from itertools import islice
 from typing import Any
 
 from shardproof.errors import ConfigError
@@ -15,9 +19,11 @@ from shardproof.train.model.declared import declared
 from shardproof.train.model.loading import tokenizer_of
 from shardproof.train.options.rlhf_config import RlhfConfig, draws_answers
 
+log = logging.getLogger("shardproof")
+
 OPTION = "--teacher-model-server"
 PROBED = 64  # tokens, from all over the vocabulary, whose texts are compared
-ONCE, WORK = 30.0, 1800.0  # seconds a server has to answer: a first question, and rows of a micro-batch
+ONCE, WORK = 30.0, 1800.0  # seconds a server has for all of an answer: a first question, and rows of a micro-batch
 PAUSES = (1.0, 4.0)  # seconds before a question is asked again that was not answered
 LATER = (408, 429)  # and all from 500: a server that may answer yet
 UNKNOWN = "\ufffd"  # in the text of a token that is a part of a letter
@@ -105,6 +111,7 @@ class TeacherServer:
 
     def __init__(self, address: str, topk: int) -> None:
         self.address, self.topk, self.texts = address.rstrip("/").removesuffix("/v1"), topk, dict[int, str]()
+        self._told_beyond = False
         told = self._answer("/v1/models", None, ONCE)
         try:
             self.model, self.room = str(told["data"][0]["id"]), told["data"][0].get("max_model_len")
@@ -119,23 +126,37 @@ class TeacherServer:
             learnt: whether the token behind a place is learnt (B, T - 1).
             among: how many tokens the model has that learns; see `losses.likeliest`.
 
-        Returns: log-probabilities [places, topk] in float32, and tokens [places, topk], in the order of `learnt`.
+        Returns: log-probabilities [places, topk] in float32, and tokens [places, topk], in the order of `learnt`;
+            `ABSENT` in place of tokens that the model does not have.
         """
         import torch
 
-        best = [
-            sorted(entry.items(), key=lambda item: (-item[1], item[0]))[: self.topk]
-            for entry in self._of(ids, mask, learnt)
-        ]
+        from shardproof.train.losses.likeliest import ABSENT
+
+        best = []
+        for entry in self._of(ids, mask, learnt):
+            likely = sorted(entry.items(), key=lambda item: (-item[1], item[0]))[: self.topk]
+            known = [(token, odds) for token, odds in likely if token < among]
+            if len(known) < len(likely):
+                self._tell_beyond(max(entry), among)
+            taken = {token for token, _ in known}
+            others = (token for token in range(among) if token not in taken)
+            best.append([*known, *((token, ABSENT) for token in islice(others, self.topk - len(known)))])
         values = torch.tensor([[odds for _, odds in entry] for entry in best], dtype=torch.float32)
         tokens = torch.tensor([[token for token, _ in entry] for entry in best], dtype=torch.long)
-        if tokens.numel() and (largest := int(tokens.max())) >= among:
-            raise ConfigError(
-                f"{OPTION} {self.address} has token {largest} among its likeliest ones, and --model has {among} tokens:"
-                " what pads the vocabulary of the teacher is likely to it. Ask for fewer by --gkd-logits-topk, or load"
-                " it by --teacher-model, which looks at none behind those."
-            )
         return (part.view(-1, self.topk).to(ids.device) for part in (values, tokens))  # type: ignore[return-value]
+
+    def _tell_beyond(self, token: int, among: int) -> None:
+        if not self._told_beyond:
+            log.warning(
+                "%s %s has token %d among its likeliest ones, and --model has %d tokens: those beyond are left out, and"
+                " the two are compared in the rest.",
+                OPTION,
+                self.address,
+                token,
+                among,
+            )
+        self._told_beyond = True
 
     def logps(self, ids: Any, mask: Any, keep: int) -> Any:
         """Log-probabilities of the last `keep` tokens of rows (B, T), in float32; 0 where nothing stands."""
@@ -227,8 +248,7 @@ class TeacherServer:
         problem = ""
         for pause in (*PAUSES, None):
             try:
-                with urllib.request.urlopen(request, timeout=seconds) as answer:
-                    said = answer.read().decode(errors="replace")
+                said = _said(request, seconds)
                 try:
                     return json.loads(said)
                 except ValueError:
@@ -264,6 +284,24 @@ class TeacherServer:
         else:
             what = "It was asked about tokens of the model's rows."
         return ConfigError(f"{OPTION} {self.address}{path} answers {error.code}: {said or error.reason}\n{what}")
+
+
+def _said(request: urllib.request.Request, seconds: float) -> str:
+    """What is answered, all of it within so many seconds: a timeout of a socket begins anew with every byte."""
+    answer = Future[str]()
+
+    def ask() -> None:
+        try:
+            with urllib.request.urlopen(request, timeout=seconds) as told:
+                answer.set_result(told.read().decode(errors="replace"))
+        except BaseException as error:  # the caller's
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()  # one that is late is left alone: the run ends
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        raise TimeoutError("timed out") from None
 
 
 def start(topk: int) -> str:
