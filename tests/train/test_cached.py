@@ -180,18 +180,19 @@ def test_they_are_of_rows_with_files(commands, tiny_models, media_files: Path, p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", "kto", "rm", "grpo"])
+@pytest.mark.parametrize("kind", ["dpo", "kto", "rm", "grpo", "gkd"])
 def test_they_are_of_preferences_and_prompts(commands, tiny: Path, kind: str, tmp_path: Path) -> None:
     rows = [
         {"query": f"the step {n}", "response": "holds " * (n % 4 + 1), "rejected_response": "one", "label": n % 2 == 0}
         for n in range(12)
     ]
-    wanted = {"kto": ("query", "response", "label"), "grpo": ("query",)}
+    wanted = {"kto": ("query", "response", "label"), "grpo": ("query",), "gkd": ("query", "response")}
     fields = wanted.get(kind, ("query", "response", "rejected_response"))
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({name: row[name] for name in fields}) + "\n" for row in rows))
     fixed = f"--rlhf-type {kind} --max-steps 2 --global-batch-size 4 --per-device-batch-size 2 --output-dir OUT".split()
     fixed += ["--reward-funcs", "length", "--num-generations", "2", "--max-completion-length", "8"] * (kind == "grpo")
+    fixed += ["--teacher-model", str(tiny), "--lmbda", "0", "--sft-alpha", "1"] * (kind == "gkd")
     argv = ["rlhf", "--model", str(tiny), *fixed]
     done = commands(
         [

@@ -27,7 +27,7 @@ from shardproof.errors import ConfigError, DataError
 
 ENCODED, ROWS = "encoded", "rows"  # in a folder
 OF, BYTES = "number of the row", "bytes in base64"  # a column of what was encoded; a value of a row
-FORM = 1  # of such a folder, as this release writes it
+FORM = 2  # of such a folder, as this release writes it
 AT_ONCE = 10_000  # rows that are put into a table together
 
 

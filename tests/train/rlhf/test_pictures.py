@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from shardproof.errors import ConfigError, DataError
+from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.rlhf.pictured_batches import collator_for
 from shardproof.train.rlhf.pictures import ANSWERED
+from shardproof.train.run import recipe_of
 from train.rlhf.algorithms import patches_valued, pixels_seen, prepared_for, series_of
 from train.rlhf.test_resume import check_that_it_goes_on
 from train.rlhf.test_same_losses import CHANCE, CHECKPOINTED, STAGES
@@ -303,6 +306,23 @@ def test_it_gives_the_rewards_that_it_gives_alone(
     assert len(lines) == 2
     expected = rewards_of(judging, pictured, [line["completion"][0]["content"] for line in lines])
     assert [line["rewards"]["judge"] for line in lines] == pytest.approx(expected, rel=1e-4)
+
+
+def test_of_an_answer_about_pictures_gkd_learns_what_sft_learns(pictured: Path, seeing: Path, tmp_path: Path) -> None:
+    """And not the line end that a template writes behind it."""
+    argv = options("gkd", pictured, seeing)
+    (run,) = prepared_for(argv, 1, [{"max_steps": 1}], tmp_path)
+    examples = [run.rows[i] for i in range(3)]
+    encoder = run.rows.format["format_kwargs"]["transform"].encoder
+    config = RlhfConfig(dataset=[str(pictured / "chats.jsonl")], rlhf_type="gkd")
+    rows, _ = recipe_of(config).read(config)
+    batch = collator_for(run.rows, "gkd", None)(examples)
+    for i, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
+        sft = encoder.encode(rows[i])
+        assert [int(token) for token in labels if token != -100] == [token for token in sft[1] if token != -100]
+        whole = ids[(batch["attention_mask"][i] == 1).nonzero()[:, 0]].tolist()
+        assert whole == list(sft[0])
+        assert sft[1][-1] == -100, "the template writes nothing behind an answer"
 
 
 @pytest.mark.slow

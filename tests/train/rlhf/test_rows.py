@@ -17,6 +17,7 @@ from shardproof.errors import ConfigError, DataError
 from shardproof.train.options.config import Batch
 from shardproof.train.options.rlhf_config import RlhfConfig
 from shardproof.train.rlhf.algorithms import ALGORITHMS, check_algorithm
+from shardproof.train.rlhf.behind import BEHIND
 from shardproof.train.rlhf.rewards import check_rewarded
 from shardproof.train.rlhf.rows import encode, example_of, form_of
 from shardproof.train.rows.plain import warn_of_plain
@@ -259,6 +260,29 @@ def test_a_pupil_that_writes_every_answer_needs_none(tmp_path: Path) -> None:
         assert [example["messages"] for example in got] == [[question, nothing]] * 2
     with pytest.raises(DataError, match="no turn of role 'assistant'"):
         encoded(tmp_path, RlhfConfig(rlhf_type="gkd"), rows[0])
+
+
+def test_of_each_row_of_gkd_it_is_known_how_much_stands_behind_its_answer(
+    models: dict[str, Path], files: dict[str, Path]
+) -> None:
+    """Batches are made of that, and of no second encoding of the row."""
+    from transformers import AutoTokenizer
+
+    from shardproof.train.rlhf.distilled import AsInSft
+
+    tokenizer = AutoTokenizer.from_pretrained(models["policy"])
+    rows = read_rows([files["chats"]], form=SUPERVISED)
+    got = encode(RlhfConfig(rlhf_type="gkd", max_length=256), rows, tokenizer)
+    labels = [made[1] for _, made in encoding.Encoder(tokenizer, "answer", None).encode(rows)]
+    behind = [next(n for n, label in enumerate(reversed(of_row)) if label != -100) for of_row in labels]
+    assert got[BEHIND] == behind
+    assert min(behind) == 1, "the template writes nothing behind an answer"
+    examples = [got[i] for i in range(len(got))]
+    for more in (0, 2):
+        batch = AsInSft(tokenizer, 256)([{**row, BEHIND: row[BEHIND] + more} for row in examples])
+        learnt = [of_row[of_row != -100].tolist() for of_row in batch["labels"]]
+        expected = [[token for token in of_row if token != -100] for of_row in labels]
+        assert learnt == [tokens[: len(tokens) - more] for tokens in expected]
 
 
 @pytest.mark.parametrize(("kind", "kept", "cut"), [("dpo", 2, 1), ("kto", 2, 1), ("orpo", 2, 1), ("simpo", 2, 1)])

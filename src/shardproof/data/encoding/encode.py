@@ -287,7 +287,7 @@ class Encoder:
         walk = iter(rows)
         while batch := list(islice(walk, _BATCH)):
             texts = [self._text_or_problem(row) for row in batch]
-            labelled = self._tokenise([text for text in texts if not isinstance(text, str)])
+            labelled = self.labelled([text for text in texts if not isinstance(text, str)])
             for row, text in zip(batch, texts, strict=True):
                 yield row, text if isinstance(text, str) else next(labelled)
 
@@ -364,7 +364,8 @@ class Encoder:
     def begin_of_text(self) -> str:
         return begin_of_text(self._tokenizer)
 
-    def _tokenise(self, texts: Sequence[tuple[str, Spans]]) -> Iterator[Labelled]:
+    def labelled(self, texts: Sequence[tuple[str, Spans]]) -> Iterator[Labelled]:
+        """Token ids and labels of what `text` gives."""
         if not self._fast:
             yield from (self._tokenise_pieces(text, spans) for text, spans in texts)
             return

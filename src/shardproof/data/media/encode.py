@@ -100,6 +100,10 @@ class MediaEncoder:
         more = len(begun) - len(text)
         return begun, [(start + more, end + more, *weight) for start, end, *weight in spans]
 
+    def labelled(self, texts: Sequence[tuple[str, Spans]]) -> Iterator[Labelled]:
+        """Token ids and labels of what `text` gives, as if the marks of files were words."""
+        return self._encoder.labelled(texts)
+
     def _text_with(self, row: Row, files: Mapping[str, list[Any]]) -> tuple[str, Spans]:
         """As `text`, with the objects of its pictures in their places."""
         return self.text(replace(row, messages=self._objects.filled(row.messages, files["image"])))

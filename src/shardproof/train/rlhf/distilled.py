@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from trl.experimental.utils import DataCollatorForChatML
 
-from shardproof.data.encoding.encode import Encoder
-from shardproof.data.rows import Row
-from shardproof.errors import ConfigError
 from shardproof.train.losses.chunked import chunked_cross_entropy
 from shardproof.train.losses.likeliest import distance, likeliest
 from shardproof.train.losses.shortcuts import check_logits, head_of, hidden_states
 from shardproof.train.model.loading import tokenizer_of
+from shardproof.train.rlhf.behind import BEHIND
 from shardproof.train.rlhf.ends import EndsAnswers
 from shardproof.train.rlhf.mixin import listen
 from shardproof.train.rlhf.pictured_batches import ASKED, BESIDE, answered
@@ -166,23 +164,13 @@ class AsInSft:
 
     def __init__(self, tokenizer: Any, max_length: int | None) -> None:
         self._collate = DataCollatorForChatML(tokenizer=tokenizer, max_length=max_length)
-        self._encoder = Encoder(tokenizer, "last_round", None)
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         batch: dict[str, Any] = self._collate(examples)
         for row, example in enumerate(examples):
             places = batch["attention_mask"][row].nonzero()[:, 0]
-            batch["labels"][row, places[len(places) - self._behind(example["messages"]) :]] = -100
+            batch["labels"][row, places[len(places) - example[BEHIND] :]] = -100
         return batch
-
-    def _behind(self, messages: list[dict[str, Any]]) -> int:
-        """How many tokens of a conversation stand behind its last answer; 0 where its template does not tell."""
-        try:
-            ((_, found),) = self._encoder.encode([Row(messages, "", 0)])
-        except ConfigError:
-            return 0
-        labels: Sequence[int] = () if isinstance(found, str) else found[1]
-        return next((behind for behind, label in enumerate(reversed(labels)) if label != -100), 0)
 
 
 class _StandIn(torch.nn.Module):

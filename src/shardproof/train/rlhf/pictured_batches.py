@@ -20,6 +20,7 @@ from shardproof.data.forms.parts import Problem
 from shardproof.data.media.batches import SEEN, together_or_alone
 from shardproof.data.media.encode import MediaEncoder
 from shardproof.errors import DataError
+from shardproof.train.rlhf.behind import tokens_behind
 from shardproof.train.rlhf.pictures import FILES, NUMBER, OTHER
 
 TYPES = ("token_type_ids", "mm_token_type_ids")  # of each token: whether it stands for a file, and for which kind
@@ -172,10 +173,14 @@ def _taught(encoder: MediaEncoder, files: Any, max_length: int | None, examples:
     )
     del made["label"]
     ids = made.pop("input_ids")
+    learnt = made.pop("completion_mask")
+    for row, said in zip(learnt, turns, strict=True):
+        places = row.nonzero()[:, 0]
+        row[places[len(places) - tokens_behind(encoder, said) :]] = 0
     return {
         "input_ids": ids,
         "attention_mask": made.pop("attention_mask"),
-        "labels": ids.masked_fill(made.pop("completion_mask") == 0, -100),
+        "labels": ids.masked_fill(learnt == 0, -100),
         "prompts": processor.made["input_ids"],
         "prompt_attention_mask": processor.made["attention_mask"],
         BESIDE: made | _unknown(processor.made, ids.shape[1]),

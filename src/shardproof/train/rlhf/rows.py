@@ -20,6 +20,7 @@ from shardproof.models.loading.processors import processor_class
 from shardproof.train.model.loading import first_line, tokenizer_of
 from shardproof.train.options.rlhf_config import REWARDED, RlhfConfig, writes_all_answers
 from shardproof.train.rlhf.algorithms import ALGORITHMS
+from shardproof.train.rlhf.behind import BEHIND, tokens_behind
 from shardproof.train.rlhf.environments import Shown
 from shardproof.train.rlhf.pictures import encode_pictured, first_with_files
 from shardproof.train.rlhf.reward_calls import TAKEN
@@ -188,13 +189,14 @@ Example = tuple[dict[str, Any] | None, tuple[int, int] | str]
 
 def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[Any, Example]]:
     from shardproof.data.encoding.agents import goes_on
-    from shardproof.data.encoding.encode import begin_of_text, walk
+    from shardproof.data.encoding.encode import Encoder, begin_of_text, walk
     from shardproof.data.encoding.seen import Seen
     from shardproof.data.encoding.template import Template
 
     first: Any = next(iter(rows), None)
     template = Template(tokenizer) if first is not None and first.kind == "chat" else None
     seen = Seen(template, config.system) if template is not None else None
+    behind = Encoder(tokenizer, "answer", None) if config.rlhf_type == "gkd" else None
     within = template is not None and goes_on(tokenizer.chat_template)
     prompts, shown = ALGORITHMS[config.rlhf_type].form is PROMPTS, Shown(config)
     begin = begin_of_text(tokenizer) if first is not None and first.kind == "text" else ""  # TRL has it put there
@@ -215,6 +217,8 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
                 tools = shown.of(row)
                 each = [_tokens(turns, row, template, seen, tokenizer, prompts, tools) for turns in conversations]
                 _refuse_tools(config, row)
+                if behind is not None:
+                    example[BEHIND] = tokens_behind(behind, example["messages"])
             except Problem as problem:
                 yield row, (None, str(problem))
             else:

@@ -1,0 +1,26 @@
+"""What a chat template writes behind an answer, such as a line end: no part of the answer, and not learnt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardproof.data.encoding.learnt import IGNORE
+from shardproof.data.forms.parts import Problem
+from shardproof.data.rows import Row
+from shardproof.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardproof.data.encoding.encode import Encoder
+    from shardproof.data.media.encode import MediaEncoder
+
+BEHIND = "tokens behind the answer"  # a column of rows of gkd
+
+
+def tokens_behind(encoder: Encoder | MediaEncoder, turns: list[dict[str, Any]]) -> int:
+    """How many tokens of a conversation stand behind its last answer; 0 where its template does not tell."""
+    try:
+        text, spans = encoder.text(Row(turns, "", 0))
+    except (ConfigError, Problem):
+        return 0
+    ((_, labels, *_),) = encoder.labelled([(text, spans)])
+    return next((behind for behind, label in enumerate(reversed(labels)) if label != IGNORE), 0)
