@@ -212,7 +212,11 @@ def told_and_taken(options: dict[str, Any], folder: str) -> tuple[float, float]:
     source = model_source(config, Path(folder) / "base", rows)
     prepared = prepared_run(config.model_copy(update={"model": source}), rows)
     length = plan_checks.length_of(config, prepared.rows)
-    found = plan_checks.held_apart(config, plan_checks.plan_of(config, batch, source, length, 80.0), batch).peak
+    asked, experts = (
+        plan_checks.plan_of(config, batch, source, length, 80.0),
+        plan_checks.experts_of(config, prepared.processing),
+    )
+    found = plan_checks.held_apart(config, asked, batch, experts=experts).peak
     ledger = Ledger(0)
     with no_chatter(), ledger:
         recipe.train(prepared, Unseen())

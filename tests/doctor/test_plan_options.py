@@ -602,6 +602,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "chord_sft_per_device_train_batch_size": 4,
     },
 }
+RUNS["grpo with long experts"] = RUNS["grpo with experts"]
 
 
 def wide(folder: Path, texts: list[str]) -> str:
@@ -632,6 +633,7 @@ def test_runs_of_rlhf_take_what_is_told_or_a_little_less(tmp_path, kind):
     options = {"rlhf_type": name, "dataset": [str(tmp_path / "rows.jsonl")], "per_device_batch_size": 4, **RUNS[kind]}
     if "experts" in kind:  # as long as answers may be
         words = {"role": "assistant", "content": " ".join(str(number) for number in range(10, 40))}
+        words["content"] *= 4 if "long" in kind else 1
         expert = json.dumps({"messages": [{"role": "user", "content": "What is 10 and one?"}, words]}) + "\n"
         (tmp_path / "experts.jsonl").write_text(expert * 8)
         options["chord_sft_dataset"] = [str(tmp_path / "experts.jsonl")]
@@ -641,6 +643,33 @@ def test_runs_of_rlhf_take_what_is_told_or_a_little_less(tmp_path, kind):
         options["teacher_model"] = options["model"]
     ((told, taken),) = in_new_processes(1, told_and_taken, options, str(tmp_path), timeout=300)
     assert told == pytest.approx(taken, rel=0.1)
+
+
+@pytest.mark.parametrize("many", [5, 50])
+def test_experts_are_planned_as_long_as_they_are(tmp_path, many):
+    """And not as the prompts."""
+    from shardproof.doctor.checks.plan_checks import memory
+    from shardproof.train.model.loading import load_processing
+
+    from shardproof.models.tiny import build_tiny
+    from shardproof.train.rlhf.chord import encoded_experts
+
+    folder = str(tmp_path / "model")
+    build_tiny(folder, ["one two three"] * 8)
+    turns = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": " two" * many}]
+    (tmp_path / "experts.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    named: dict[str, Any] = {"chord_sft_dataset": [str(tmp_path / "experts.jsonl")], "chord_mu_peak": 0.5}
+    batch, config = (
+        Batch(micro=2, accumulation=1, world_size=1),
+        RlhfDoctorConfig(model=folder, rlhf_type="grpo", memory=80.0, max_length=128, max_completion_length=8, **named),
+    )
+    processing = load_processing(folder, config)
+    (ids,) = encoded_experts(config, processing)["input_ids"]
+    told = memory(config, batch, folder, None, processing)[0].evidence
+    assert f"2 row(s) of 136 tokens and 1 of experts of {len(ids)}" in told
+    assert many <= len(ids) < 128
+    (tmp_path / "experts.jsonl").unlink()
+    assert "1 of experts of 136" in memory(config, batch, folder, None, processing)[0].evidence
 
 
 def told_by_a_rank(folder: str) -> str:

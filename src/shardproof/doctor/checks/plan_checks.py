@@ -16,7 +16,7 @@ from shardproof.doctor.checks.check import Check
 from shardproof.doctor.checks.machine import nearest
 from shardproof.doctor.config import DoctorConfig, PlanConfig, RlhfDoctorConfig
 from shardproof.doctor.planning.subject import ROWS_ARE_TEXT
-from shardproof.errors import ConfigError
+from shardproof.errors import ConfigError, DataError
 from shardproof.models.families.family import CAUSAL
 from shardproof.models.scorers import SCORER
 from shardproof.train.options.rlhf_config import PAIRED, REFERRED, REWARDED
@@ -79,16 +79,20 @@ def memory(
         texts = min(texts, sum(most))
         batch = batch.model_copy(update={"micro": batch.micro * texts})
     asked = plan_of(config, batch, source, length, max(there, 1) / 1e9)
+    experts = experts_of(config, processing)
     try:
-        found = _counted(config, asked, batch, encoded, processing)
+        found = _counted(config, asked, batch, encoded, processing, experts)
     except Exception as error:  # a model of a plugin's, or one that asks for values: a plan is no reason to stop
         seen = f"not known: {type(error).__name__}: {' '.join(str(error).split())}"
         return [Check("plan", "memory", "warn", seen, "The model cannot be planned.")]
-    judgement = judged(config, f"{batch.micro} row(s) of {length} tokens", found, there)
+    rows = f"{batch.micro} row(s) of {length} tokens"
+    if experts:
+        rows += f" and {config.chord_sft_per_device_train_batch_size} of experts of {experts}"  # type: ignore[union-attr]
+    judgement = judged(config, rows, found, there)
     return [judgement, *([] if config.memory else room_elsewhere(config, batch, found.candidate))]
 
 
-def _counted(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, processing: Any) -> Held:
+def _counted(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, processing: Any, experts: int) -> Held:
     """What is held with the files of rows, as far as these can be followed: without values some models do not say how
     large they get. Else the notes say why."""
     try:
@@ -97,7 +101,7 @@ def _counted(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, process
         rows = ROWS_ARE_TEXT
     except ConfigError as error:
         rows = f"the files of its rows are not counted ({' '.join(str(error).split()).removesuffix('.')})"
-    found = held_apart(config, asked, batch)
+    found = held_apart(config, asked, batch, experts=experts)
     return replace(found, notes=[note.replace(ROWS_ARE_TEXT, rows) for note in found.notes])
 
 
@@ -124,16 +128,20 @@ def _with_files(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, proc
 
 
 def held_apart(
-    config: DoctorConfig | RlhfDoctorConfig, asked: PlanConfig, batch: Batch, sample: Sample | None = None
+    config: DoctorConfig | RlhfDoctorConfig,
+    asked: PlanConfig,
+    batch: Batch,
+    sample: Sample | None = None,
+    experts: int = 0,
 ) -> Held:
     """`held`, in a process of its own where this one is a rank already (of several machines): a plan imagines ranks."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        return held(config, asked, batch, sample)
+        return held(config, asked, batch, sample, experts)
     with tempfile.TemporaryDirectory(prefix="shardproof-plan-") as folder:
         question, answer = Path(folder, "question"), Path(folder, "answer")
-        question.write_bytes(pickle.dumps((config, asked, batch, sample)))
+        question.write_bytes(pickle.dumps((config, asked, batch, sample, experts)))
         run = [sys.executable, "-c", ALONE, str(question), str(answer)]
         done = subprocess.run(run, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -143,26 +151,44 @@ def held_apart(
 
 
 def held(
-    config: DoctorConfig | RlhfDoctorConfig, asked: PlanConfig, batch: Batch, sample: Sample | None = None
+    config: DoctorConfig | RlhfDoctorConfig,
+    asked: PlanConfig,
+    batch: Batch,
+    sample: Sample | None = None,
+    experts: int = 0,
 ) -> Held:
-    """`asked`: the run in the words of plan; `sample`: a row like all others, see `Rank`."""
+    """`asked`: the run in the words of plan; `sample`: a row like all others, see `Rank`; `experts`: tokens of a row of
+    CHORD's."""
     from shardproof.doctor.planning.others import beside
     from shardproof.doctor.planning.plan import loss_of, make_plan
 
     if not isinstance(config, RlhfDoctorConfig):
         plan = make_plan(asked, *loss_of(asked), sample)
         return Held(plan.candidates[0], {}, 0.0, plan.notes)
-    auto, loss = loss_of_rlhf(config)
+    auto, loss = loss_of_rlhf(config, experts)
     plan, others = make_plan(asked, auto, loss, sample), beside(config, asked, asked.model)
     return Held(plan.candidates[0], others, writing_of(config, batch, asked), plan.notes)
 
 
-def loss_of_rlhf(config: RlhfDoctorConfig) -> tuple[str, Loss]:
+def experts_of(config: Any, processing: Any) -> int:
+    """Tokens of the longest row of --chord-sft-dataset, or the most that one may have; 0 where there are none."""
+    from shardproof.train.model.loading import tokenizer_of
+    from shardproof.train.rlhf.chord import encoded_experts, room_of_experts
+
+    if not getattr(config, "chord_sft_dataset", None):
+        return 0
+    try:
+        return max(map(len, encoded_experts(config, tokenizer_of(processing))["input_ids"]))
+    except (ConfigError, DataError):  # the trial says what is wrong
+        return room_of_experts(config)
+
+
+def loss_of_rlhf(config: RlhfDoctorConfig, experts: int) -> tuple[str, Loss]:
     """The class of transformers and the loss of a run of rlhf: what `make_plan` takes besides the config."""
     from shardproof.doctor.planning.stand_ins import Taught, WithExperts
 
     if config.chord_sft_dataset:
-        return CAUSAL, WithExperts(config.chord_sft_per_device_train_batch_size)
+        return CAUSAL, WithExperts(config.chord_sft_per_device_train_batch_size, experts)
     if config.rlhf_type in REFERRED:
         return CAUSAL, "fused"
     if config.rlhf_type == "rm":

@@ -161,12 +161,13 @@ class Taught(NamedTuple):
 
 
 class WithExperts(NamedTuple):
-    """GRPO's loss with that of so many rows of experts, of which both are kept for backward."""
+    """GRPO's loss with that of so many rows of experts, each of so many tokens, of which both are kept for backward."""
 
     rows: int
+    tokens: int
 
     def of(self, model: Any, inputs: dict[str, Any], ids: torch.Tensor) -> torch.Tensor:
-        experts = ids.new_zeros(self.rows, ids.shape[1])
+        experts = ids.new_zeros(self.rows, self.tokens)
         answers: torch.Tensor = model(**inputs, labels=ids, fused_lm_head=True).log_probs.sum()
         return answers + chunked_loss(model, {"input_ids": experts, "labels": experts}, 1)
 

@@ -68,6 +68,11 @@ def check_chord(config: RlhfConfig) -> None:
         raise ConfigError(f"{OPTION} and --sequence-parallel: rows of experts are not shared. Leave one of them out.")
 
 
+def room_of_experts(config: RlhfConfig) -> int:
+    """Tokens that a row of experts has at most: as many as a prompt and its answer."""
+    return config.max_length + config.max_completion_length
+
+
 def encoded_experts(config: RlhfConfig, tokenizer: Any) -> Any:
     """The rows of experts as sft learns them, or None.
 
@@ -85,8 +90,7 @@ def encoded_experts(config: RlhfConfig, tokenizer: Any) -> Any:
     def reader(*args: Any, **how: Any) -> Any:
         return read_rows(*args, **{**how, "others": True})  # --columns may be about --dataset
 
-    room = config.max_length + config.max_completion_length  # what a prompt and its answer have
-    how: Any = {"max_length": room, "truncation": config.truncation, "system": config.system}
+    how: Any = {"max_length": room_of_experts(config), "truncation": config.truncation, "system": config.system}
     try:
         rows, _ = run.read(config.model_copy(update=only), reader, SUPERVISED)
         encoded = encode_rows(rows, tokenizer, bad_rows=config.bad_rows, **how)
