@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import pytest
 import trl
 
 from shardproof.data.encoding.agents import FORMS, OF_MODELS, agent_of, goes_on, with_agent
-from shardproof.data.encoding.encode import IGNORE, encode_rows
+from shardproof.data.encoding.encode import IGNORE, Encoder, encode_rows
 from shardproof.data.encoding.template import Template, set_template
 from shardproof.data.encoding.weights import WEIGHTS, weights_named
 from shardproof.data.forms.formats import SFT
-from shardproof.data.rows import read_rows
+from shardproof.data.rows import Row, read_rows
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.chatml import CHATML
 
@@ -162,6 +163,32 @@ def test_thinking_that_a_form_has_no_place_for_is_not_lost(tokenizer: Any, write
         encode_rows(read_rows([file], form=SFT), tokenizer, max_length=None, bad_rows="skip")
     of_form(tokenizer, "hermes", (PUBLISHED / "qwen3.jinja").read_text())
     assert encode_rows(read_rows([file], form=SFT), tokenizer, max_length=None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [
+        *product(["qwen2_5", "qwen3", "qwen3_training", "qwen3_6"], ["<think>a</think>", ""]),
+        *product(["qwen3", "qwen3_6"], ["reasoning_content"]),
+    ],
+)
+def test_an_answer_that_goes_on_may_think_again(tokenizer: Any, kind: str, first: str) -> None:
+    """In front of templates that take what stands before the last </think> for the thought, too, which lost the call."""
+    of_form(tokenizer, "react_grpo", (PUBLISHED / f"{kind}.jinja").read_text())
+    call = {**calling("", 1), first: "a"} if first == "reasoning_content" else calling(first, 1)
+    turns = [says("user", "1?"), call, says("tool", "9"), says("assistant", "<think>b</think>\nFinal Answer: nine")]
+    again = [says("user", "2?"), calling("<think>c</think>", 2), says("tool", "8")]
+    again += [says("assistant", "<think>d</think>\nFinal Answer: eight")]
+    called = 'Action: add\nAction Input: {"a": N}\nObservation:'
+    ends = [called.replace("N", "1"), "<think>b</think>\nFinal Answer: nine<|im_end|>"]
+    ends += [called.replace("N", "2"), "<think>d</think>\nFinal Answer: eight<|im_end|>"]
+    for row, thought in ((turns, "a" if first else ""), ([*turns, *again], "c")):
+        text, spans = Encoder(tokenizer, "answer", None).text(Row(row, "", 0, {"tools": TOOLS}))
+        learnt = [text[start:end] for start, end, *_ in spans]
+        assert len(learnt) == len(row) // 2
+        assert all(answer.endswith(end) for answer, end in zip(learnt, ends, strict=False))
+        assert learnt[1::2] == ends[1 : len(learnt) : 2], "a result is no part of what is learnt"
+        assert thought in learnt[-2].partition("</think>")[0]
 
 
 def test_keys_weigh_what_they_weigh_in_a_text(tokenizer: Any, write: Any) -> None:

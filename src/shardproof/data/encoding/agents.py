@@ -172,6 +172,7 @@ ENDANSWER
     {%- endif %}
     {%- set agent.before = turn.role %}
 {%- endfor %}
+THOUGHTS
 {%- set messages = agent.turns %}
 {%- set tools = none %}
 """
@@ -205,6 +206,21 @@ _GOES_ON = """\
             {%- endif %}
             ADDED
         {%- else %}"""
+
+# A template that looks for a thought in the content takes what stands before its last </think> for that, and loses what
+# stands before a later thought: of an answer that goes on it is given the first one by itself.
+_THOUGHTS = """\
+{%- set thinking = namespace(turns=[]) %}
+{%- for turn in agent.turns %}
+    {%- set text = turn.content if turn.role == 'assistant' and turn.content is string else '' %}
+    {%- set first = text.split('</think>')[0] if text.startswith('<think>') else '' %}
+    {%- if '</think>' in text[first|length + 1:] and turn.reasoning_content is not string %}
+        {%- set own = text[first|length + 8:] if first else text %}
+        {%- set turn = dict(turn, reasoning_content=first[7:].strip('\\n'), content=own.lstrip('\\n')) %}
+    {%- endif %}
+    {%- set thinking.turns = thinking.turns + [turn] %}
+{%- endfor %}
+{%- set agent.turns = thinking.turns %}"""
 
 
 def with_agent(template: object, name: str) -> str:
@@ -242,7 +258,8 @@ def with_agent(template: object, name: str) -> str:
         "TOOL": f"({form.tool})",
         "NAME": name,
     }
-    text = _JINJA
+    thinks = form.within and "reasoning_content" in template and "split('</think>')" in template
+    text = _JINJA.replace("THOUGHTS\n", f"{_THOUGHTS}\n" if thinks else "")
     for mark, meant in parts.items():
         text = text.replace(mark, meant)
     if front := _FRONT.search(template):  # before it stand values of --template-variables

@@ -287,7 +287,8 @@ class Template:
             return len(opened)
         # The opening may put more into the model's mouth (`<think>`) than this answer begins with: up to there.
         before = self._before_text(messages, i, extra)
-        start = _common(_common(opened, before) or before, text)
+        within = self._goes_on and messages[i - 1]["role"] == "tool"  # then nothing is opened
+        start = _common((not within and _common(opened, before)) or before, text)
         if start and len(start) >= len(_common(self._before_turn(messages, i, extra), text)):
             return self._whole_token(text, len(start))
         raise ValueError(f"cannot tell where the answer of messages[{i}] begins in what the chat template makes of it")
