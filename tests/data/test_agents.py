@@ -173,7 +173,7 @@ def test_thinking_that_a_form_has_no_place_for_is_not_lost(tokenizer: Any, write
     ],
 )
 def test_an_answer_that_goes_on_may_think_again(tokenizer: Any, kind: str, first: str) -> None:
-    """In front of templates that take what stands before the last </think> for the thought, too, which lost the call."""
+    """In front of templates that take what stands before the last </think> for the thought, too: the call was lost."""
     of_form(tokenizer, "react_grpo", (PUBLISHED / f"{kind}.jinja").read_text())
     call = {**calling("", 1), first: "a"} if first == "reasoning_content" else calling(first, 1)
     turns = [says("user", "1?"), call, says("tool", "9"), says("assistant", "<think>b</think>\nFinal Answer: nine")]

@@ -649,9 +649,8 @@ def test_runs_of_rlhf_take_what_is_told_or_a_little_less(tmp_path, kind):
 def test_experts_are_planned_as_long_as_they_are(tmp_path, many):
     """And not as the prompts."""
     from shardproof.doctor.checks.plan_checks import memory
-    from shardproof.train.model.loading import load_processing
-
     from shardproof.models.tiny import build_tiny
+    from shardproof.train.model.loading import load_processing
     from shardproof.train.rlhf.chord import encoded_experts
 
     folder = str(tmp_path / "model")

@@ -8,7 +8,7 @@ way, and bring no tensors of pictures or sounds: the towers are then not run at 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from inspect import Parameter, signature
