@@ -189,7 +189,7 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     worth = answer_metrics(config.answer_metrics, plugins)
     row_format = (config.row_format, plugins.find("row format", config.row_format)) if config.row_format else None
     how = (config.trust_remote_code, config.chat_template, config.template_variables, config.plain)
-    opens: Any = {"agent": config.agent_template, "prefix": config.response_prefix.replace("\\n", "\n")}
+    opens: Any = {"agent": config.agent_template, "prefix": config.response_prefix}
     if config.backend == VLLM:
         from shardproof.train.answers.by_vllm import AT_ONCE, ByVllm
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shardproof.cli import options
 from shardproof.errors import ConfigError
+from shardproof.train.options.option import Written
 
 
 class InferConfig(BaseModel):
@@ -30,7 +31,7 @@ class InferConfig(BaseModel):
         description="how tools, calls and results are written: hermes, react_en, react_zh ... (default: as by the"
         " model's template)",
     )
-    response_prefix: str = Field("", description="what every answer begins with: '<think>\\n'")
+    response_prefix: Written = Field("", description="what every answer begins with: '<think>\\n'")
     template_variables: dict[str, str] = Field({}, description="variables of the chat template: enable_thinking=false")
     plain: bool = Field(False, description="continue the prompt as it is, without a chat template")
     dataset: list[str] = Field(
@@ -101,7 +102,7 @@ class InferConfig(BaseModel):
     num_beams: int = Field(
         1, description="follow so many answers at once, and give the likeliest; it is shown when it is written", ge=1
     )
-    stop_words: list[str] = Field([], description="texts before which an answer ends")
+    stop_words: list[Written] = Field([], description="texts before which an answer ends")
     seed: int | None = Field(None, description="seed of sampling (default: another one each time)", ge=0)
     stream: bool = Field(True, description="show the answer while it is generated")
     nproc: int = Field(1, description="processes to shard the model over (with --backend vllm: GPUs)", ge=1)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardproof.cli import training
@@ -93,6 +94,17 @@ def test_a_vllm_is_told_of_them(pools: Any, models: dict[str, Path], files: dict
     assert max(r["completions/mean_length"] for r in wanted[0]) < 6
     ratios = [r["sampling/importance_sampling_ratio/mean"] for r in mine[0]]
     assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "more"), [(SftConfig, []), (RlhfConfig, ["--rlhf-type", "grpo"])])
+def test_a_line_end_is_written_as_in_shells(kind: Any, more: list[str], tmp_path: Path) -> None:
+    config, _ = training.parse(
+        kind, "", ["--model", "m", "--dataset", "d", *more, "--stop-words", r"\n\n", r"a\nb", "c"]
+    )
+    assert config.stop_words == ["\n\n", "a\nb", "c"]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"stop_words": config.stop_words}))
+    again, _ = training.parse(kind, "", [str(tmp_path / "run.yaml"), "--model", "m", "--dataset", "d", *more])
+    assert again.stop_words == config.stop_words, "of a run that is repeated from its file"
 
 
 REWARDED = ["--rlhf-type", "grpo", "--reward-funcs", "length"]

@@ -18,6 +18,7 @@ from shardproof.train.options.option import (
     Strategy,
     Task,
     Texts,
+    Written,
     option,
 )
 from shardproof.train.options.times import Times
@@ -319,7 +320,7 @@ class SftConfig(LossOptions, RunConfig):
         " (default: exact_match)",
     )
     max_new_tokens: int = option("Output", 128, "the longest of these answers in tokens", ge=1)
-    stop_words: list[str] = option("Output", [], "texts before which these answers end")
+    stop_words: list[Written] = option("Output", [], "texts before which these answers end")
 
     @property
     def recipe(self) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from shardproof.train.options.config import DEFAULT_MICRO_BATCH, Batch, RunConfig
-from shardproof.train.options.option import Arguments, Finite, Named, option
+from shardproof.train.options.option import Arguments, Finite, Named, Written, option
 
 RlhfType = Literal["dpo", "kto", "orpo", "simpo", "cpo", "rm", "grpo", "rloo", "gkd", "ppo"]
 
@@ -165,7 +165,7 @@ class RlhfConfig(RunConfig):
 
     num_generations: int | None = option("Generation", None, "answers per prompt (default: 8; rloo, ppo 2)", ge=1)
     max_completion_length: int = option("Generation", 256, "longest generated answer, in tokens", ge=1)
-    stop_words: list[str] = option("Generation", [], "texts with which an answer ends, besides its own end")
+    stop_words: list[Written] = option("Generation", [], "texts with which an answer ends, besides its own end")
     temperature: Finite = option("Generation", 1.0, "sampling temperature", gt=0)
     top_p: float = option("Generation", 1.0, "sample from the likeliest tokens that sum up to this", gt=0, le=1)
     top_k: int = option("Generation", 0, "sample from so many of the likeliest tokens; 0: from all", ge=0)
