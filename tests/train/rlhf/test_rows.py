@@ -96,6 +96,26 @@ def test_what_only_a_teacher_is_to_be_asked_is_not_passed_over(tmp_path: Path) -
             encode(RlhfConfig(rlhf_type=kind, teacher_model="t", lmbda=1.0), rows, Words())
 
 
+@pytest.mark.parametrize(
+    ("marks", "said"),
+    [
+        ({1: {"loss": True}}, r"messages\[1\] has 'loss': true, and gkd learns the last answer alone"),
+        ({1: {"weight": 1}}, r"messages\[1\] has 'loss': true, and gkd learns the last answer alone"),
+        ({1: {"loss": True}, 3: {"loss": False}}, "its last answer has 'loss': false, and gkd learns no other"),
+        ({3: {"weight": 0.5}}, r"'weight' of messages\[3\] must be 0 or 1 here, where all that is learnt weighs alike"),
+    ],
+)
+def test_what_gkd_is_told_to_learn_otherwise_is_not_passed_over(tmp_path: Path, marks: Any, said: str) -> None:
+    turns = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
+    rows = [{"messages": [{**turn, **marks.get(i, {})} for i, turn in enumerate(turns)]}]
+    with pytest.raises(DataError, match=said):
+        encoded(tmp_path, RlhfConfig(rlhf_type="gkd"), *rows)
+    fine = [{**turns[0]}, {**turns[1], "loss": False}, turns[2], {**turns[3], "loss": True}]
+    assert len(encoded(tmp_path, RlhfConfig(rlhf_type="gkd"), {"messages": fine})) == 1
+    written = RlhfConfig(rlhf_type="gkd", lmbda=1.0)  # each last answer by the student
+    assert len(encoded(tmp_path, written, {"messages": [*turns[:3], {**turns[3], "loss": False}, turns[2]]})) == 1
+
+
 def test_turns_that_are_two_for_a_template_keep_their_place_in_pairs() -> None:
     """What is said before a call is a turn of its own where a template leaves it out beside the call."""
 

@@ -372,7 +372,7 @@ def checked_turn(message: Any, index: int, field: str = "messages", weighs: bool
                 message |= {"loss": True} if weight == 1 else {"weight": weight}
                 continue
             if weight not in (0, 1) or "loss" in message:
-                allowed = "a number, 0 or more" if weighs else "0 or 1"
+                allowed = "a number, 0 or more" if weighs else "0 or 1 here, where all that is learnt weighs alike"
                 raise Problem(f"{word!r} of {at} must be {allowed}, and 'loss' is another word for it")
             message["loss"] = bool(weight)
     if not isinstance(message.get("loss", True), bool):

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardproof.data.encoding.beside import as_many_as_help
 from shardproof.data.forms.fields import kind_of
-from shardproof.data.forms.formats import Form, with_system
+from shardproof.data.forms.formats import SUPERVISED, Form, with_system
 from shardproof.data.forms.parts import Problem
 from shardproof.data.forms.preferences import JUDGED, PAIRS, PROMPTS
 from shardproof.data.rows import BadRow, Places, Rows, pass_over
@@ -329,6 +329,12 @@ def _refuse_passed_over(config: RlhfConfig, row: Any) -> None:
         raise Problem("it has a 'margin', and answers are compared without one here: take that column out of the rows")
     if config.taught and row.extra.get("columns", {}).get("teacher_prompt"):
         raise Problem("it has a 'teacher_prompt', and the teacher is asked what the model is: take that column out")
+    if config.rlhf_type == "gkd" and form_of(config) is SUPERVISED:
+        *before, last = [(i, turn) for i, turn in enumerate(row.messages) if turn["role"] == "assistant"]
+        if not last[1].get("loss", True):
+            raise Problem("its last answer has 'loss': false, and gkd learns no other: leave the row out")
+        if marked := [i for i, turn in before if turn.get("loss")]:
+            raise Problem(f"messages[{marked[0]}] has 'loss': true, and gkd learns the last answer alone: take it out")
 
 
 def _refuse_tools(config: RlhfConfig, row: Any) -> None:
