@@ -13,7 +13,7 @@ import torch
 from shardproof.data.encoding.weights import WEIGHTS
 from shardproof.errors import ConfigError
 from shardproof.train.losses.chunked import chunked_cross_entropy
-from shardproof.train.losses.shortcuts import check_weighed_loss
+from shardproof.train.losses.shortcuts import Weighed, check_weighed_loss
 from shardproof.train.losses.tokens import weighed_loss
 from shardproof.train.options.config import SftConfig
 from shardproof.train.options.places import from_anywhere
@@ -185,6 +185,46 @@ def test_a_model_whose_loss_has_another_term_is_refused(tiny: Path) -> None:
     model.forward = with_a_term
     with pytest.raises(ConfigError, match="is not the mean cross entropy of its tokens"):
         check_weighed_loss(model, inputs)
+    assert not Weighed(False).may_be
+    with pytest.raises(ConfigError, match="is not the mean cross entropy of its tokens"):
+        Weighed(True)(model, inputs)
+    of_stream = Weighed(None)
+    of_stream(model, inputs)
+    with pytest.raises(ConfigError, match="is not the mean cross entropy of its tokens"):
+        of_stream.have_come()
+
+
+ONE_MORE = """
+import shardproof
+from transformers import Qwen3ForCausalLM
+
+
+@shardproof.register_model("one_more")
+class OneMore(Qwen3ForCausalLM):
+    def forward(self, *args, **given):
+        outputs = super().forward(*args, **given)
+        if outputs.loss is not None:
+            outputs.loss = outputs.loss + outputs.logits.pow(2).mean() + 1
+        return outputs
+"""
+
+
+@pytest.mark.slow
+def test_so_it_is_where_the_rows_of_a_stream_have_weights(commands, tiny: Path, rows: Path, tmp_path: Path) -> None:
+    """That they have some is known when they come; without, the loss of the model may be any."""
+    (tmp_path / "plugin.py").write_text(ONE_MORE)
+    plain = [json.loads(line) for line in rows.read_text().splitlines()][:12]
+    plain[9]["messages"][-1]["weight"] = 0.5
+    jobs = []
+    for name, some in (("weighed", plain), ("plain", plain[:9])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+        argv = ["sft", "--model", str(tiny), "--model-type", "one_more", "--external-plugins", f"{tmp_path}/plugin.py"]
+        argv += ["--dataset", f"{tmp_path}/{name}.jsonl", "--streaming", "--shuffle-buffer-size", "0", *FEW.split()]
+        jobs.append((name, [*argv, "--output-dir", "OUT"]))
+    found = commands(jobs)
+    assert found["plain"].code == 0, found["plain"].output
+    assert found["weighed"].code != 0
+    assert "the loss of OneMore is not the mean cross entropy of its tokens" in found["weighed"].output
 
 
 def test_a_run_records_where_a_file_of_weights_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from shardproof.models.loading.classes import save_extra_files
 from shardproof.models.loading.processors import write_processing
 from shardproof.train.adapters.adalora import RanksMixin
 from shardproof.train.losses.by_file import by_file, in_chunks, of_each
-from shardproof.train.losses.shortcuts import LABELS, checks, chunked_loss
+from shardproof.train.losses.shortcuts import LABELS, Weighed, checks, chunked_loss
 from shardproof.train.losses.tokens import dft_loss, refuse_parts, smoothed_loss, token_mean, weighed_loss, with_share
 from shardproof.train.model.activations import HeldByHost
 from shardproof.train.model.balance import ASKS, BalanceMixin
@@ -259,7 +259,7 @@ class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
         dft: whether it is that of dynamic fine-tuning, see `dft_loss`.
         smoothing: the share of the causal loss that is the mean over the vocabulary, see `smoothed_loss`.
         balance: the weight of the term that balances experts, see `BalanceMixin`.
-        weighed: whether tokens have weights, see `weighed_loss`.
+        weighed: whether tokens have weights, see `weighed_loss`; None of a stream, of which that is not known.
         deterministic: whether any number of ranks gives the same bits: gradients are added in one order, and no factor
             of the number of ranks is multiplied in and divided out again.
 
@@ -278,7 +278,7 @@ class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
         dft: bool = False,
         smoothing: float = 0.0,
         balance: float = 0.0,
-        weighed: bool = False,
+        weighed: bool | None = False,
         deterministic: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -289,7 +289,8 @@ class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
         if deterministic:
             self.shard_options |= {"deterministic": True, "gradient_divide_factor": 1.0}
         sample = None if few is None else lambda: (self._prepare_inputs(self.data_collator(rows)) for rows in few)
-        self._to_try = checks(packed, chunked, sample, self.in_parts, weighed)
+        self._weighed = Weighed(weighed)
+        self._to_try = checks(packed, chunked, sample, self.in_parts, self._weighed)
         self.metrics = dict(metrics or {})
         divided = self.model_accepts_loss_kwargs and not makes_its_mean(self.model)
         own = dft_loss if dft else functools.partial(smoothed_loss, smoothing=smoothing) if smoothing else loss
@@ -318,6 +319,7 @@ class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
             finally:
                 self.args.average_tokens_across_devices = True
             return with_share(found, self._learnt(inputs) / num_items_in_batch) if self._of_batch and counted else found
+        self._weighed.have_come()
         self.count(model, inputs)
         asked = {**inputs, ASKS: True} if self.balance else inputs  # not with chunks, which are refused beside it
         loss, outputs = self._own_loss(asked, num_items_in_batch)

@@ -35,7 +35,7 @@ def checks(
     chunked: bool,
     few: Callable[[], Iterator[dict[str, Any]]] | None,
     shared: bool = False,
-    weighed: bool = False,
+    weighed: Weighed | None = None,
 ) -> list[Callable[[Any, Any], None]]:
     """What to ask a model with the inputs of the first step, the last first.
 
@@ -43,13 +43,13 @@ def checks(
         packed, chunked: whether rows are packed, and whether `chunked_loss` is asked for.
         few: makes batches of few rows that are packed or shared, of a model that takes files.
         shared: whether ranks have parts of rows.
-        weighed: whether tokens have weights.
+        weighed: of tokens with weights.
     """
     if few is None:
         asked = (
             (check_packing, packed),
             (check_chunked_loss, chunked),
-            (check_weighed_loss, weighed and not chunked),
+            (weighed, weighed is not None and weighed.may_be and not chunked),
             (check_loss_of_parts, shared),
             (check_packed_in_parts, packed and shared),
         )
@@ -273,6 +273,31 @@ def check_weighed_loss(model: Any, inputs: dict[str, Any]) -> None:
             f"--token-weights: the loss of {type(model).__name__} is not the mean cross entropy of its tokens"
             f" ({own:.5f} instead of {plain:.5f}), and its other terms would be lost. Leave the weights out."
         )
+
+
+class Weighed:
+    """`check_weighed_loss`, whose answer counts where there are weights.
+
+    Args:
+        known: whether tokens have weights; None of a stream, whose rows say so when they come.
+    """
+
+    def __init__(self, known: bool | None) -> None:
+        self.may_be, self._known = known is not False, known
+        self._error: ConfigError | None = None
+
+    def __call__(self, model: Any, inputs: dict[str, Any]) -> None:
+        try:
+            check_weighed_loss(model, inputs)
+        except ConfigError as error:
+            if self._known:
+                raise
+            self._error = error
+
+    def have_come(self) -> None:
+        """Raise ConfigError where they were not expected and the model's loss is no place for them."""
+        if self._error is not None:
+            raise self._error
 
 
 def _words(inputs: dict[str, Any]) -> torch.Tensor:

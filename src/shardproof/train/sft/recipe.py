@@ -332,7 +332,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             dft=config.loss_type == "dft",
             smoothing=config.label_smoothing_factor,
             balance=config.router_aux_loss_coef,
-            weighed=bool(config.token_weights) or _has_weights(prepared),
+            weighed=bool(config.token_weights) or _has_weights(prepared) or (None if config.streaming else False),
             **for_sft_trainer(prepared, callbacks),
         )
 
