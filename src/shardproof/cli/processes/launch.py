@@ -31,6 +31,8 @@ from shardproof.data.encoding.beside import cores
 from shardproof.interrupts import asking_to_end, without_terminal
 
 ECHO = 1.0  # seconds in which a second signal is the same one, handed on by somebody
+LOGGERS = "wandb", "swanlab", "trackio"  # that write what they have when they are told to finish, or a program ends
+AT_THE_END = 5.0  # seconds they have for that
 ENDED_BY_OTHERS = 3.0  # seconds a rank that lost its peers leaves them to report why
 # Ranks that are started again must not find the addresses of those before them in the store of the agent.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -263,8 +265,22 @@ def _mind_terminations(heard: int, records: Path) -> None:
             time.sleep(0.02)
             failed, asked = bool(_records(records, restarts())), _asked_to_end(records)
         if failed or not asked:
+            _finish_loggers()
             ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # Python lets the main thread alone do it
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _finish_loggers() -> None:
+    """Have them write what they have: a signal ends this rank, and its program comes to no end."""
+
+    def finish() -> None:
+        for name in LOGGERS:
+            with contextlib.suppress(Exception):  # none is imported, or it has no run
+                sys.modules[name].finish()
+
+    last = Thread(target=finish, daemon=True)
+    last.start()
+    last.join(AT_THE_END)
 
 
 def _asked_to_end(records: Path) -> bool:
