@@ -13,7 +13,7 @@ import torch
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.options.rlhf_config import RlhfConfig
 from shardproof.train.rlhf.algorithms import check_algorithm
-from shardproof.train.rlhf.chord import Schedule, check_chord, encoded_experts, unsure
+from shardproof.train.rlhf.chord import Experts, Schedule, check_chord, encoded_experts, unsure
 from train.rlhf.algorithms import prepared_for
 from train.rlhf.test_same_losses import ALGORITHMS, CHECKPOINTED, COMMON, LORA, check
 
@@ -89,6 +89,33 @@ def test_a_model_that_caps_its_logits_learns_them_too(rlhf: Any, models: dict[st
 
 def test_the_surest_and_the_unlikeliest_tokens_weigh_nothing() -> None:
     assert unsure(torch.tensor([0.0, math.log(0.5), -40.0])).tolist() == pytest.approx([0, 0.25, 0])
+
+
+@pytest.mark.parametrize("phi", [False, True])
+@pytest.mark.parametrize("capped", [False, True])
+def test_a_turn_of_theirs_weighs_what_it_says(
+    files: dict[str, Path], models: dict[str, Path], tmp_path: Path, phi: bool, capped: bool
+) -> None:
+    """As in sft: the sum of weighed losses, divided by the number of tokens; with a head of its own or not."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(models["policy"])
+    model = AutoModelForCausalLM.from_pretrained(models["policy"])
+    rows = [json.loads(line) for line in files["chats"].read_text().splitlines()[:2]]
+    sums = []
+    for weights in ((1, 1), (0.25, 3)):
+        for row, weight in zip(rows, weights, strict=True):
+            row["messages"][1]["weight"] = weight
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = RlhfConfig(rlhf_type="grpo", chord_sft_dataset=[f"{tmp_path}/rows.jsonl"], chord_mu_peak=0.5)
+        encoded = encoded_experts(config, tokenizer)
+        experts = Experts(encoded, 2, Schedule(0.5, 0.5, 0, 0), phi, tokenizer.pad_token_id, 0)
+        experts._plain = False if capped else None
+        of_rows = [[encoded[0]], [encoded[1]], [encoded[0], encoded[1]]]
+        sums.append([float(experts._summed(model, some, "cpu")) for some in of_rows])
+    (first, second, both), weighed = sums
+    assert weighed == pytest.approx([0.25 * first, 3 * second, 0.25 * first + 3 * second], rel=1e-5)
+    assert both == pytest.approx(first + second, rel=1e-5)
 
 
 def test_bad_rows_of_experts_are_told_as_theirs(tmp_path: Path, models: dict[str, Path]) -> None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
-from shardproof.data.forms.formats import SUPERVISED
+from shardproof.data.forms.formats import SUPERVISED, Form, normalise
 from shardproof.data.rows import read_rows
 from shardproof.errors import ConfigError, DataError
 from shardproof.train import run
 from shardproof.train.options.rlhf_config import RlhfConfig
 
 OPTION = "--chord-sft-dataset"
+ROWS = Form(partial(normalise, weighs=True), SUPERVISED.expected)
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def encoded_experts(config: RlhfConfig, tokenizer: Any) -> Any:
 
     how: Any = {"max_length": room_of_experts(config), "truncation": config.truncation, "system": config.system}
     try:
-        rows, _ = run.read(config.model_copy(update=only), reader, SUPERVISED)
+        rows, _ = run.read(config.model_copy(update=only), reader, ROWS)
         encoded = encode_rows(rows, tokenizer, bad_rows=config.bad_rows, **how)
     except DataError as error:
         raise DataError(f"{OPTION}: {error}") from None
@@ -167,11 +168,12 @@ class Experts:
         import torch
 
         from shardproof.data.encoding.encode import collate
+        from shardproof.data.encoding.weights import WEIGHTS
         from shardproof.train.losses.chunked import chunked_cross_entropy
         from shardproof.train.losses.shortcuts import check_logits, head_of, hidden_states
 
         batch = {name: value.to(device) for name, value in collate(rows, self._pad).items()}
-        labels = batch.pop("labels")
+        labels, weights = batch.pop("labels"), batch.pop(WEIGHTS, None)
         if self._plain is None:
             try:
                 check_logits(model, batch, OPTION)
@@ -179,14 +181,15 @@ class Experts:
             except ConfigError:  # it caps its logits, or has no head of its own: they are held whole
                 self._plain = False
         learnt, weigh = labels[:, 1:].ne(-100), unsure if self._phi else None
-        targets = labels[:, 1:][learnt]
+        targets, shares = labels[:, 1:][learnt], None if weights is None else weights[:, 1:][learnt]
         if self._plain:
             hidden, head = hidden_states(model, batch)[:, :-1][learnt], head_of(model)
-            return chunked_cross_entropy(hidden, head.weight, head.bias, targets, 1, weigh=weigh)
+            return chunked_cross_entropy(hidden, head.weight, head.bias, targets, 1, weigh=weigh, shares=shares)
         losses = torch.nn.functional.cross_entropy(
             model(**batch, use_cache=False).logits[:, :-1][learnt].float(), targets, reduction="none"
         )
-        return (losses if weigh is None else losses * weigh(-losses.detach())).sum()
+        losses = losses if weigh is None else losses * weigh(-losses.detach())
+        return (losses if shares is None else losses * shares).sum()
 
 
 def unsure(odds: Any) -> Any:
