@@ -49,11 +49,11 @@ def checks(
         asked = (
             (check_packing, packed),
             (check_chunked_loss, chunked),
-            (weighed, weighed is not None and weighed.may_be and not chunked),
+            (weighed, weighed and weighed.may_be and not chunked),
             (check_loss_of_parts, shared),
             (check_packed_in_parts, packed and shared),
         )
-        return [check for check, wanted in asked if wanted]
+        return [check for check, wanted in asked if check and wanted]
     option = "--packing" if packed else "--sequence-parallel"
     loss = partial(check_chunked_loss, option="--chunked-loss" if chunked else option)
 
