@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -211,14 +213,14 @@ def test_what_no_teacher_answers_is_told_as_that(
         server.asked([[30, 31]], 20)
 
 
-@pytest.mark.parametrize("where", ["headers", "body"])
+@pytest.mark.parametrize("where", ["headers", "body", "body of an error"])
 def test_an_answer_that_drips_is_late(teacher: Teacher, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """A byte now and then is no answer: all of it has the time that is told."""
     server, gone = TeacherServer(teacher.address, 2), threading.Event()
 
     def drip(handler: Any, *_: Any) -> None:
-        if where == "body":
-            handler.send_response(200)
+        if where != "headers":
+            handler.send_response(200 if where == "body" else 400)
             handler.end_headers()
         with contextlib.suppress(OSError):
             handler.wfile.write(b"HTTP/1.0 200 OK\r\nX-Slow: " if where == "headers" else b" ")
@@ -232,6 +234,22 @@ def test_an_answer_that_drips_is_late(teacher: Teacher, monkeypatch: pytest.Monk
     finally:
         gone.set()
     assert len(teacher.asked) == 1
+
+
+def test_a_line_that_breaks_in_a_refusal_is_told(teacher: Teacher, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = TeacherServer(teacher.address, 2)
+    monkeypatch.setattr(teachers, "PAUSES", ())
+
+    def cut(handler: Any, *_: Any) -> None:
+        handler.send_response(500)
+        handler.send_header("Content-Length", "100")
+        handler.end_headers()
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+        handler.connection.close()
+
+    monkeypatch.setattr(teacher.RequestHandlerClass, "_tell", cut)
+    with pytest.raises(ConfigError, match="no answer from"):
+        server.asked([[30, 31]], 20)
 
 
 def test_one_that_is_late_is_not_asked_again(teacher: Teacher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import logging
@@ -248,17 +249,15 @@ class TeacherServer:
         problem = ""
         for pause in (*PAUSES, None):
             try:
-                said = _said(request, seconds)
-                try:
-                    return json.loads(said)
-                except ValueError:
+                said, refusal = _said(request, seconds)
+                if refusal is None:
+                    with contextlib.suppress(ValueError):
+                        return json.loads(said)
                     problem = f"but {said[:200]!r}"
-            except urllib.error.HTTPError as error:
-                with error:
-                    said = error.read(2000).decode(errors="replace")
-                if error.code < 500 and error.code not in LATER:
-                    raise self._refused(path, error, said) from None
-                problem = f"{error.code} {error.reason}: {said}".strip()
+                elif refusal.code < 500 and refusal.code not in LATER:
+                    raise self._refused(path, refusal, said)
+                else:
+                    problem = f"{refusal.code} {refusal.reason}: {said}".strip()
             except (OSError, http.client.HTTPException) as error:  # nobody, a broken line
                 reason = getattr(error, "reason", None) or error
                 problem = str(reason) or type(error).__name__
@@ -286,14 +285,14 @@ class TeacherServer:
         return ConfigError(f"{OPTION} {self.address}{path} answers {error.code}: {said or error.reason}\n{what}")
 
 
-def _said(request: urllib.request.Request, seconds: float) -> str:
-    """What is answered, all of it within so many seconds: a timeout of a socket begins anew with every byte."""
-    answer = Future[str]()
+def _said(request: urllib.request.Request, seconds: float) -> tuple[str, urllib.error.HTTPError | None]:
+    """What is answered, and as which error, all of it within so many seconds: a timeout of a socket begins anew with
+    every byte."""
+    answer = Future[tuple[str, urllib.error.HTTPError | None]]()
 
     def ask() -> None:
         try:
-            with urllib.request.urlopen(request, timeout=seconds) as told:
-                answer.set_result(told.read().decode(errors="replace"))
+            answer.set_result(_read(request, seconds))
         except BaseException as error:  # the caller's
             answer.set_exception(error)
 
@@ -302,6 +301,15 @@ def _said(request: urllib.request.Request, seconds: float) -> str:
         return answer.result(seconds)
     except TimeoutError:
         raise TimeoutError("timed out") from None
+
+
+def _read(request: urllib.request.Request, seconds: float) -> tuple[str, urllib.error.HTTPError | None]:
+    try:
+        with urllib.request.urlopen(request, timeout=seconds) as told:
+            return told.read().decode(errors="replace"), None
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.read(2000).decode(errors="replace"), error
 
 
 def start(topk: int) -> str:
