@@ -797,6 +797,11 @@ swift sft --model a --dataset b --system "$PROMPT" # nor 'this
     assert shlex.split(command.replace("\\\n", " "))[7] == "Give the number after ####. For example:\n#### 42"
 
 
+def test_a_line_end_in_a_system_message_is_one_as_there():
+    command, *_ = swift.translate(r"swift sft --model a --dataset b --system 'Be short.\nBe kind.'")
+    assert shlex.split(command.replace("\\\n", " "))[7] == "Be short.\nBe kind."
+
+
 def test_a_script_around_the_command():
     command, notes, missing = swift.translate(SCRIPT)
     assert missing == []
