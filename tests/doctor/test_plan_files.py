@@ -237,6 +237,25 @@ def test_doctor_counts_the_files_of_pairs_and_prompts(tmp_path, folders, kind: s
     assert "rows are text" in memory_check(folder, tmp_path / "rows.jsonl", **more).evidence
 
 
+@pytest.mark.slow
+def test_doctor_counts_experts_beside_prompts_with_files(tmp_path, folders):
+    """They are texts of another length, and take their part."""
+    folder = folders("qwen3_vl")
+    Image.new("RGB", (336, 280)).save(tmp_path / "large.png")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"query": "<image>what?", "images": ["large.png"]}) + "\n")
+    peaks = []
+    for words in (1, 90):
+        expert = {"query": "what?", "response": "what " * words}
+        (tmp_path / "experts.jsonl").write_text(json.dumps(expert) + "\n")
+        chord = {"chord_sft_dataset": [f"{tmp_path}/experts.jsonl"], "chord_mu_peak": 0.5}
+        chord |= {"chord_sft_per_device_train_batch_size": 256}
+        more = {"rlhf_type": "grpo", "reward_funcs": ["length"], "max_length": 1024, **chord}
+        found = memory_check(folder, tmp_path / "rows.jsonl", **more)
+        assert "each row has the files of" in found.evidence, found
+        peaks.append(float(found.evidence.split(" GB")[0]))
+    assert peaks[1] > 1.5 * peaks[0]
+
+
 def memory_check(folder: Path, rows: Path, **more: Any) -> Any:
     from shardproof.doctor.checks import plan_checks
     from shardproof.doctor.config import DoctorConfig, RlhfDoctorConfig

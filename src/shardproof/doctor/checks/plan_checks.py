@@ -96,16 +96,18 @@ def _counted(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, process
     """What is held with the files of rows, as far as these can be followed: without values some models do not say how
     large they get. Else the notes say why."""
     try:
-        if found := _with_files(config, asked, batch, encoded, processing):
+        if found := _with_files(config, asked, batch, encoded, processing, experts):
             return found
         rows = ROWS_ARE_TEXT
     except ConfigError as error:
         rows = f"the files of its rows are not counted ({' '.join(str(error).split()).removesuffix('.')})"
-    found = held_apart(config, asked, batch, experts=experts)
+    found = held_apart(config, asked, batch, None, experts)
     return replace(found, notes=[note.replace(ROWS_ARE_TEXT, rows) for note in found.notes])
 
 
-def _with_files(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, processing: Any) -> Held | None:
+def _with_files(
+    config: Any, asked: PlanConfig, batch: Batch, encoded: Any, processing: Any, experts: int
+) -> Held | None:
     """What is held where each row has the files of the heaviest one; None where rows are text.
 
     Raises:
@@ -124,7 +126,7 @@ def _with_files(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, proc
     if packed:  # each is looked at as one row, whose loss is computed without the logits
         encoded, asked = Joined(encoded), asked.model_copy(update={"packing": False, "chunked_loss": True})
     sample = longest(encoded) if paired else heaviest(encoded, recipe.media_encoder(config, processing))
-    return held_apart(config, asked, batch, sample) if sample else None
+    return held_apart(config, asked, batch, sample, experts) if sample else None
 
 
 def held_apart(
