@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -218,9 +219,13 @@ def folder(tiny: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def encoded(model: Path, folder: Path | str, *more: str) -> Any:
     """What a run would learn from, and its rows."""
+    return encoded_from(model, "--cached-dataset", str(folder), *more)
+
+
+def encoded_from(model: Path, *more: str) -> Any:
     from shardproof.train.model.loading import load_processing
 
-    config, _ = sft.parse(["--model", str(model), "--cached-dataset", str(folder), *more])
+    config, _ = sft.parse(["--model", str(model), *more])
     recipe: Any = recipe_of(config)
     rows, _ = recipe.read(config)
     return recipe.encode(config, rows, load_processing(str(model), config)), rows
@@ -330,6 +335,22 @@ def test_some_rows_of_texts_in_pieces_are_counted(tiny: Path, tmp_path: Path) ->
     assert some.report.pieces == sum(many for many in counts if many > 1)
 
 
+def test_rows_that_were_cut_are_counted_among_some(tiny: Path, tmp_path: Path) -> None:
+    """One of just the most tokens lost none."""
+    file, kept = tmp_path / "rows.jsonl", str(tmp_path / "kept")
+    file.write_text("".join(json.dumps({"query": "x", "response": "holds " * n}) + "\n" for n in range(1, 21)))
+    lengths = [len(row["input_ids"]) for row in encoded_from(tiny, "--dataset", str(file))[0]]
+    most = ["--max-length", str(lengths[9]), "--truncation", "right"]
+    assert data.run(["encode", "--model", str(tiny), "--dataset", str(file), "--output-dir", kept, *most]) == 0
+    for count in (3, 7, 30):
+        some, rows = encoded(tiny, f"{kept}/train#{count}", *most)
+        assert len(some) == count
+        assert some.report.truncated == sum(row.line > 10 for row in rows) < count
+    beside, rows = encoded(tiny, f"{kept}/train#7", *most, "--dataset", str(file))
+    assert beside.report.truncated == len(beside.cut) == sum(row.line > 10 for row in rows)
+    assert all(rows[number].line > 10 for number in beside.cut)
+
+
 def test_another_template_is_refused(tiny: Path, folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(tiny, other)
@@ -425,6 +446,42 @@ def test_some_of_the_rows_are_taken(tiny: Path, folder: Path) -> None:
     assert len(more) > len(some)
 
 
+@pytest.mark.parametrize("where", ["file", "folder"])
+def test_no_copy_of_a_row_that_is_held_out_is_learnt(
+    tiny: Path, rows: Path, folder: Path, where: str, tmp_path: Path, monkeypatch
+) -> None:
+    """A file beside a folder of its rows is held out as a file that is named twice, under another path, too."""
+    place = tmp_path / rows.name
+    shutil.copy(rows, place)
+    monkeypatch.chdir(tmp_path)
+    if where == "file":
+        words = ["--dataset", rows.name, "--cached-dataset", str(folder / "train")]
+    else:
+        words = ["--cached-dataset", str(folder / "train"), str(folder / "train") + "#20"]
+    config, _ = sft.parse(["--model", str(tiny), *words, "--val-split", "0.2"])
+    learnt, held_out = (Counter(json.dumps(row.messages) for row in some) for some in recipe_of(config).read(config))
+    assert held_out
+    assert not set(learnt) & set(held_out)
+    assert max(learnt.values()) > 1
+
+
+def test_rows_beside_a_folder_are_held_out_as_those_of_files_are(tiny: Path, tmp_path: Path) -> None:
+    """Also those that have the words of another file's."""
+    for name in ("a", "b"):
+        lines = [json.dumps({"query": f"the step {n}", "response": name * (n % 2) + "holds"}) for n in range(10)]
+        (tmp_path / name).with_suffix(".jsonl").write_text("\n".join(lines))
+    a, b = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
+    assert data.run(["encode", "--model", str(tiny), "--dataset", b, "--output-dir", str(tmp_path / "kept")]) == 0
+
+    def found(*words: str) -> list[list[str]]:
+        config, _ = sft.parse(["--model", str(tiny), "--val-split", "0.2", *words])
+        return [[row.where for row in some] for some in recipe_of(config).read(config)]
+
+    cached = ["--cached-dataset", str(tmp_path / "kept" / "train")]
+    assert found("--dataset", a, *cached) == found("--dataset", a, b)
+    assert found("--dataset", a, b, *cached) == found("--dataset", a, b, b)
+
+
 def test_a_folder_that_is_only_read_is_read_into_memory(tiny: Path, folder: Path, monkeypatch) -> None:
     monkeypatch.setattr("shardproof.data.cached.os.access", lambda *_: False)
     found, _ = encoded(tiny, folder / "train", "--max-length", "32", "--packing")
@@ -456,6 +513,27 @@ def test_bytes_come_back_and_other_values_are_told(tmp_path: Path) -> None:
     assert turned(b"\x00\xff") == b"\x00\xff"
     with pytest.raises(DataError, match=r"a.parquet:1: the row cannot be kept: it holds a value of the type set"):
         turned({1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        *[(kind, {"query": "the step"}) for kind in ("grpo", "rloo", "ppo")],
+        ("gkd", {"query": "the step", "response": "holds"}),
+        ("kto", {"query": "the step", "response": "holds", "label": True}),
+    ],
+)
+def test_encoding_asks_for_nothing_that_rows_do_not_need(
+    tiny: Path, tmp_path: Path, kind: str, row: dict[str, Any]
+) -> None:
+    """Neither rewards nor a teacher, nor a batch that answers fit into."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    argv = ["encode", "rlhf", "--rlhf-type", kind, "--model", str(tiny), "--dataset", str(file)]
+    assert data.run([*argv, "--per-device-batch-size", "1", "--output-dir", str(tmp_path / "kept")]) == 0
+    if kind != "gkd":
+        with pytest.raises(ConfigError, match=rf"--truncation left: --rlhf-type {kind} cuts"):
+            data.run([*argv, "--output-dir", str(tmp_path / "x"), "--truncation", "left", "--max-length", "50"])
 
 
 def test_encoding_asks_where_to_write(tiny: Path, rows: Path, folder: Path) -> None:

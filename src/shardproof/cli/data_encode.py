@@ -60,7 +60,8 @@ def _encode(config: RunConfig, folder: Path) -> int:
     from shardproof.cli.hub import run_is_here
 
     check_whole(config, NAME)
-    recipe_of(config).check(config, config.nproc)
+    recipe = recipe_of(config)
+    getattr(recipe, "check_rows", recipe.check)(config, config.nproc)
     before_imports(run_is_here(config), config.verbose)
     check_plugins(config)
     from shardproof.data.encoding.beside import telling

@@ -64,10 +64,13 @@ class CachedRows(RowSource):
         return row.line, {"messages": row.messages, **row.extra}
 
     def row(self, number: int) -> Row:
+        text = self._rows.data.column("row")[number].as_py()
+        messages, extra, kind = json.loads(text, object_hook=_with_bytes)
+        return Row(messages, *self.place(number), extra, kind)
+
+    def place(self, number: int) -> tuple[str, int]:
         table = self._rows.data
-        messages, extra, kind = json.loads(table.column("row")[number].as_py(), object_hook=_with_bytes)
-        source = self.said["sources"][table.column("source")[number].as_py()]
-        return Row(messages, source, table.column("line")[number].as_py(), extra, kind)
+        return self.said["sources"][table.column("source")[number].as_py()], table.column("line")[number].as_py()
 
     def checksum(self, number: int) -> int:
         return self._sums[number]
@@ -93,7 +96,7 @@ class CachedRows(RowSource):
 
     def encoded(self, wanted: Sequence[int], longest: int | None = None) -> tuple[Any, bool]:
         """What these rows were encoded to, in their order, without those of more tokens than `longest`: a dataset with
-        `places`, and `numbers` among the wanted ones; and whether it is all there is."""
+        `places`, and `numbers` among the wanted ones, `cut` those that lost tokens; and whether it is all there is."""
         import numpy as np
 
         dataset, numbers = self._encoded
@@ -111,6 +114,7 @@ class CachedRows(RowSource):
         rows = numbers[places]
         found.places = Places.of(self.said["sources"], source[rows], line[rows])
         found.numbers = array("q", of.astype("int64").tobytes())
+        found.cut = array("q", of[np.isin(rows, self.said["cut"])].astype("int64").tobytes())
         return found, whole and len(wanted) == len(self)
 
 
@@ -175,7 +179,7 @@ def write(folder: Path, rows: Rows, encoded: Any, said: dict[str, Any], day: dat
 
     Args:
         folder: is made, and replaced where it is there.
-        encoded: a dataset with `numbers` and `report`.
+        encoded: a dataset with `numbers` and `report`, and `cut` where rows lost tokens.
         said: what a run has to have in common with what encoded them.
         day: which a chat template writes.
 
@@ -197,6 +201,7 @@ def write(folder: Path, rows: Rows, encoded: Any, said: dict[str, Any], day: dat
             **said,
             "day": str(day),
             "report": dataclasses.asdict(encoded.report),
+            "cut": list(getattr(encoded, "cut", ())),
             "sources": list(sources),
             "skipped": [[row.source, row.line, row.problem] for row in rows.skipped],
             "files": _sizes(unfinished),

@@ -145,14 +145,13 @@ class Rows(Sequence[Row]):
 
     def split(self, share: float, seed: int = 0) -> tuple[Rows, Rows]:
         """Two parts without a row in common, in file order: the rows to train on and `share` of them held out. Of rows
-        that are repeated, also as their file is named twice, one is held out, and its copies are in neither part.
+        that are repeated, also as their file is named twice or stands beside a folder of its encoded rows, one is held
+        out, and its copies are in neither part.
 
         Raises:
             DataError: there are too few rows to hold out that share and keep one.
         """
-        known = [identity(source) for source in self._sources]
-        numbers = [known.index(one) for one in known]
-        places = [(numbers[source], record) for source, record in map(self._where.__getitem__, range(len(self)))]
+        places = self._places()
         first = {place: i for i, place in reversed(list(enumerate(places)))}
         different = sorted(first.values())
         held = max(1, round(len(different) * share))
@@ -161,6 +160,20 @@ class Rows(Sequence[Row]):
         out = sorted(random.Random(seed).sample(different, held))
         held_out = {places[i] for i in out}
         return self.take(i for i, place in enumerate(places) if place not in held_out), self.take(out)
+
+    def _places(self) -> list[Any]:
+        """What each row is: copies of one another are the same. Of rows that were read before, the file may lie
+        elsewhere now: its name, the line and the record say which they are, and those of files beside them."""
+        if self.ready and len(self._sources) > 1:
+            return [(*self._origin(*place), total) for place, total in zip(self._where, self.checksums(), strict=True)]
+        known = [identity(source) for source in self._sources]
+        numbers = [known.index(one) for one in known]
+        return [(numbers[source], record) for source, record in self._where]
+
+    def _origin(self, number: int, record: int) -> tuple[str, int]:
+        source = self._sources[number]
+        name, line = source.place(record) if isinstance(source, RowSource) else (source.name, source.record(record)[0])
+        return Path(name).name, line
 
     def records(self) -> Iterator[Any]:
         """What stands in the files, as it was before it became a row."""

@@ -158,7 +158,8 @@ def encode_rows(
     Returns:
         A dataset with the columns `input_ids` and `labels` (-100 where nothing is learnt), in the order of the rows,
         and `token_weights` (float32), if there are `weights`, or a turn has one.
-        Its attribute `report` is an `EncodeReport`, `places` says where its rows stand, and `numbers` which they are.
+        Its attribute `report` is an `EncodeReport`, `places` says where its rows stand, `numbers` which they are, and
+        `cut` which of these lost tokens.
 
     Raises:
         ConfigError: rows of messages and a tokenizer without a chat template, or one whose answers cannot be found.
@@ -166,17 +167,19 @@ def encode_rows(
     """
     checked_length(max_length)
     encoder = Encoder(tokenizer, loss, system, bad_rows, weights)
-    report, columns, places, numbers = EncodeReport(), Columns(), Places(), array("q")
+    report, columns, places, numbers, cut = EncodeReport(), Columns(), Places(), array("q"), array("q")
     bad: list[BadRow] = []
     for row, labelled in learnt_of(walk(rows, encoder.packed, workers), max_length, truncation, report, bad):
         columns.append(*labelled)
         places.append(row)
         numbers.append(report.rows + len(bad) - 1)
+        if report.truncated > len(cut):
+            cut.append(numbers[-1])
     pass_over(rows, bad, report.rows, bad_rows)
     if not report.kept:
         raise DataError(nothing_left(report, max_length, bad))
     dataset = columns.dataset()
-    dataset.report, dataset.places, dataset.numbers = report, places, numbers
+    dataset.report, dataset.places, dataset.numbers, dataset.cut = report, places, numbers, cut
     return dataset
 
 

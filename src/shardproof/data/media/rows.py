@@ -88,7 +88,7 @@ def encode_media_rows(
         DataError: files cannot be used; a row is too long and may not be; no row is left.
     """
     checked_length(max_length)
-    report, columns, numbers = EncodeReport(), Columns(), array("q")
+    report, columns, numbers, cut = EncodeReport(), Columns(), array("q"), array("q")
     bad, places, text = list[BadRow](), Places(), False
     for number, (row, outcome) in enumerate(zip(rows, _walk(rows, encoder, workers, cache), strict=True)):
         if isinstance(outcome, str):
@@ -102,11 +102,14 @@ def encode_media_rows(
             numbers.append(number)
             columns.append(*part)
             places.append(row)
+        if report.truncated > len(cut):
+            cut.append(number)
     pass_over(rows, bad, report.rows, bad_rows)
     if not report.kept:
         raise DataError(nothing_left(report, max_length, bad, CUT if text else SMALLER))
     dataset = columns.dataset()
-    dataset.report, dataset.places, dataset.numbers = report, places, numbers  # type: ignore[attr-defined]
+    dataset.report, dataset.places = report, places  # type: ignore[attr-defined]
+    dataset.numbers, dataset.cut = numbers, cut  # type: ignore[attr-defined]
     return MediaRows.of(rows, dataset)
 
 

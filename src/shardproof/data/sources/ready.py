@@ -33,6 +33,10 @@ class RowSource:
         """One of its rows."""
         raise NotImplementedError
 
+    def place(self, number: int) -> tuple[str, int]:
+        """The file that one of its rows came from, and the line there."""
+        raise NotImplementedError
+
     def checksum(self, number: int) -> int:
         """Four bytes, see `Rows.checksums`."""
         raise NotImplementedError

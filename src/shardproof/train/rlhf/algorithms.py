@@ -208,7 +208,6 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
         if kind not in kinds and getattr(config, name) != default:
             raise ConfigError(f"{flag(name)} means nothing to --rlhf-type {kind}; it is for {', '.join(kinds)}.")
     check_losses(config)
-    _check_cut(config)
     _check_extras(config)
     check_others(config, OTHERS)
     check_variant(config)
@@ -241,7 +240,7 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
         )
 
 
-def _check_cut(config: RlhfConfig) -> None:
+def check_cut(config: RlhfConfig) -> None:
     """Raise ConfigError for rows that are to be cut where the algorithm's trainer cuts others, or none."""
     cuts = ALGORITHMS[config.rlhf_type].cuts
     if config.truncation in ("drop", "raise", *cuts):

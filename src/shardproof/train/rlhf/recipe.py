@@ -45,7 +45,7 @@ from shardproof.train.options.config import Batch, SftConfig
 from shardproof.train.options.option import flag
 from shardproof.train.options.rlhf_config import FIPO, REWARDED, RlhfConfig
 from shardproof.train.rlhf.against import check_can_go_on, check_ends
-from shardproof.train.rlhf.algorithms import ALGORITHMS, check_algorithm, own_arguments
+from shardproof.train.rlhf.algorithms import ALGORITHMS, check_algorithm, check_cut, own_arguments
 from shardproof.train.rlhf.chord import check_chord, encoded_experts, experts_of
 from shardproof.train.rlhf.environments import check_environments, check_room, factory_of
 from shardproof.train.rlhf.pictures import (
@@ -84,13 +84,20 @@ class RlhfPrepared(Prepared):
         return Fraction(self.batch.whole, self.config.generations * self.config.num_iterations)
 
 
-def check(config: RlhfConfig, world_size: int) -> Batch:
-    """What can be known from the options alone; imports nothing heavy."""
+def check_rows(config: RlhfConfig, world_size: int) -> Batch:
+    """What can be known of the rows from the options alone, whatever they will be trained by."""
     check_named(config)
     check_columns(config.columns, PREFERENCE_FIELDS, others=config.rlhf_type in REWARDED)
     batch = run.check(config, world_size)
     check_tools(config)
     check_environments(config)
+    check_cut(config)
+    return batch
+
+
+def check(config: RlhfConfig, world_size: int) -> Batch:
+    """What can be known from the options alone; imports nothing heavy."""
+    batch = check_rows(config, world_size)
     check_algorithm(config, batch)
     check_ends(config)
     check_can_go_on(config)

@@ -142,17 +142,23 @@ def encoded_once(
         some = rows.take(fresh)
         part = encode(some)
         rows.skipped[:] = some.skipped
-        part.numbers = array("q", (fresh[number] for number in part.numbers))
+        _renumber(part, fresh)
         parts.append(part)
     for source, pairs in groups:
         if isinstance(source, CachedRows):
             parts.append(_part(config, source, [record for _, record in pairs], kind, said, processing))
-            parts[-1].numbers = array("q", (pairs[number][0] for number in parts[-1].numbers))
+            _renumber(parts[-1], [number for number, _ in pairs])
     encoded = _together([part for part in parts if len(part)] or parts[:1])
     if not len(encoded):
         raise DataError(nothing_left(encoded.report, config.max_length) if kind is EncodeReport else "No row is left.")
     encoded.said = said
     return encoded
+
+
+def _renumber(part: Any, numbers: Sequence[int]) -> None:
+    """Its rows are these of all."""
+    part.numbers = array("q", map(numbers.__getitem__, part.numbers))
+    part.cut = array("q", map(numbers.__getitem__, getattr(part, "cut", ())))
 
 
 def _together(parts: Sequence[Any]) -> Any:
@@ -165,11 +171,13 @@ def _together(parts: Sequence[Any]) -> Any:
         whole = datasets.concatenate_datasets(_with_like_numbers(with_weights(parts)))
     except (ValueError, TypeError) as error:
         raise DataError(f"The rows of folders and files cannot be put together: {error}") from error
-    whole.report, whole.places, whole.numbers = first.report, first.places, array("q", first.numbers)
+    whole.report, whole.places = first.report, first.places
+    whole.numbers, whole.cut = array("q", first.numbers), array("q", first.cut)
     for part in others:
         whole.report = whole.report.plus(part.report)
         whole.places.extend(part.places)
         whole.numbers.extend(part.numbers)
+        whole.cut.extend(part.cut)
     return whole
 
 
@@ -225,7 +233,7 @@ def _of_part(report: Any, found: Any, wanted: int) -> Any:
         kept=len(pieces),
         dropped=wanted - len(pieces),
         unlearnable=0,
-        truncated=min(report.truncated, len(pieces)),
+        truncated=len(found.cut),
         split=len(several),
         pieces=sum(several),
         tokens=tokens,
