@@ -86,6 +86,13 @@ def test_what_its_answers_lack_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     engine = Engine()
     writes = WritesByVllm(engine, train_tokenizer(["what is one plus two?"]), "the model", tmp_path)
+    assert writes.lacks_room(99) is None
+    assert writes.lacks_room(100) == (
+        "the question has 100 tokens, and vLLM has room for 100 of the model, with the answer: there is no room for an"
+        " answer"
+    )
+    with pytest.raises(ConfigError, match=r"^The question has 101 tokens.* or give a larger --vllm-max-model-len"):
+        writes.write([[5] * 101], Sampling(), plain=False)
     engine.writes = [999_999] * 3
     writes.write([[5] * 97], Sampling(), plain=False)
     assert writes.written == "tokens 999999, which its tokenizer does not have"

@@ -12,6 +12,7 @@ from torch import nn
 
 import shardproof
 from models.tiny_folders import TEXTS
+from shardproof.cli import export as export_command
 from shardproof.errors import ConfigError
 from shardproof.train.export import Exported, export
 from shardproof.train.packing.calibrated import fitted
@@ -159,6 +160,41 @@ def test_rows_of_a_run_of_pairs_calibrate_its_model(
     assert all(mask.all() for mask in masks)
 
 
+@pytest.mark.parametrize("task", ["embedding", "reranker", "generative_reranker"])
+def test_a_folder_of_no_run_is_calibrated_with_the_rows_that_its_files_ask_for(
+    models: dict[str, Path], tmp_path: Path, task: str
+) -> None:
+    """As `infer` takes it: by files of sentence-transformers, or the one label in its config."""
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    from shardproof.train.embedding.pooling import Embedding
+    from shardproof.train.reranker.scoring import YesNo
+    from shardproof.train.seq_cls.labelling import RELEVANCE
+
+    file, folder = tmp_path / "pairs.jsonl", tmp_path / "model"
+    file.write_text(json.dumps({"query": "what comes after 3?", "positive": "4", "negative": "a dog"}))
+    tokenizer = AutoTokenizer.from_pretrained(models["Qwen3"])
+    kinds = {"embedding": AutoModel, "reranker": AutoModelForSequenceClassification}
+    how = RELEVANCE.config if task == "reranker" else {}
+    model = kinds.get(task, AutoModelForCausalLM).from_pretrained(models["Qwen3"], **how)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if task == "embedding":
+        Embedding("mean", "it comes: ", longest=12).write(folder, 64)
+    elif task == "generative_reranker":
+        YesNo(5, 6, "what comes after").write(folder)
+    packing = Packing("int4", 32, dataset=(str(file),))
+    pooling = "mean" if task == "embedding" else None
+    packer = Packer(model, AutoTokenizer.from_pretrained(folder), packing, {}, folder, pooling)
+    assert packer.calibrated == 1
+    assert packer.rows is not None
+    asked, *others = (tokenizer.decode(batch["input_ids"][0]) for batch in packer.rows.on("cpu"))
+    assert len(others) == {"embedding": 2}.get(task, 1)
+    begun = {"embedding": "it comes: what c", "reranker": "", "generative_reranker": "what comes after\n"}
+    assert begun[task] in asked
+    assert task != "embedding" or max(batch["input_ids"].shape[1] for batch in packer.rows.on("cpu")) <= 12
+
+
 def test_patterns_leave_weights_as_they_are(models: dict[str, Path], tmp_path: Path) -> None:
     made = done(models["Qwen3Moe"], tmp_path / "out", "fp8", keep=("experts", r"layers\.0\."))
     before, after = whole(models["Qwen3Moe"]), whole(made.folder)
@@ -224,6 +260,11 @@ def test_another_folder_than_was_packed_is_refused(models: dict[str, Path], tmp_
     with pytest.raises(ConfigError, match=r"does not give back the weights .*o_proj.weight is 2 of its size away"):
         done(models["Qwen3"], tmp_path / "out", "int8")
     assert not (tmp_path / "out").exists()
+
+
+def test_packed_weights_are_not_computed_with_in_32_bits() -> None:
+    with pytest.raises(ConfigError, match=r"--dtype fp32 and --quantize int4: .*\. Leave --dtype out"):
+        export_command.run(["RUN", "FOLDER", "--quantize", "int4", "--dtype", "fp32"])
 
 
 @pytest.mark.usefixtures("bitsandbytes")

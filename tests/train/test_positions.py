@@ -4,6 +4,7 @@ in mid-training; where positions are computed, nothing is."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,29 @@ def test_an_answer_ends_with_the_positions(runs: Any) -> None:
     assert runs["asked"].output.count("An answer ends with the last of the 24 positions that the model has learnt") == 1
     assert runs["asked long"].code == 2, runs["asked long"].output
     assert "has learnt 24 positions" in " ".join(runs["asked long"].output.split())
+
+
+def test_a_question_that_leaves_no_room_is_told_by_its_line(models: dict[str, Path], tmp_path: Path) -> None:
+    """Before anything is written; or it is left out."""
+    from shardproof.errors import DataError
+    from shardproof.train.answers.chat import Chat
+    from shardproof.train.answers.rows import answer_rows
+    from shardproof.train.answers.sampling import Sampling
+
+    file, out = tmp_path / "rows.jsonl", tmp_path / "answers.jsonl"
+    rows = [{"query": "the rank"}, {"query": "the rank " * 30}, {"prompt": "the rank"}, {"prompt": "a step " * 30}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chat = Chat(models["gpt2"])
+    how: Any = ([str(file)], {}, None, out, Sampling(max_new_tokens=2), 3)
+    with pytest.raises(DataError, match=r"2 of 4 rows") as refused:
+        list(answer_rows(chat, *how))
+    for line in (2, 4):
+        told = rf"rows.jsonl:{line}: the question has \d+ tokens, and the model in \S+ has learnt 24 positions"
+        assert re.search(told, str(refused.value)), refused.value
+    assert not out.exists()
+    *_, (done, total, bad) = answer_rows(chat, *how, bad_rows="skip")
+    assert (done, total, [row.line for row in bad]) == (2, 2, [2, 4])
+    assert len(out.read_text().splitlines()) == 2
 
 
 TABLES: list[tuple[str, dict[str, Any], int | None]] = [

@@ -138,6 +138,11 @@ def _packing(config: ExportConfig) -> Packing | None:
         if given:
             raise ConfigError(f"{flag(given[0])} is about packed weights: add --quantize int4, or leave it out.")
         return None
+    if config.dtype == "fp32":
+        raise ConfigError(
+            f"--dtype fp32 and --quantize {config.quantize}: what is computed with packed weights, and what is not"
+            " packed, has 16 bits. Leave --dtype out, or take bf16 or fp16."
+        )
     if "group_size" in given and config.quantize != "int4":
         raise ConfigError(f"--group-size is for --quantize int4: {config.quantize} has scales of its own.")
     return Packing(

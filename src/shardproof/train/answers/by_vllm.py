@@ -122,11 +122,14 @@ class WritesByVllm(Tells):
         super().__init__(tokenizer, named, tells=True)
         self._engine = engine
         self._seed, self._asked = 0, 0  # how many were asked since it was set
-        self.longest: int = engine.llm_engine.model_config.max_model_len
+        self.limit: int = engine.llm_engine.model_config.max_model_len
         known = (folder / "generation_config.json").is_file()
         self._said = GenerationConfig.from_pretrained(folder) if known else GenerationConfig()
         ends = self._said.eos_token_id
         self._ends = {plain: stops(tokenizer, ends, turns=not plain) for plain in (True, False)}
+
+    def _of_limit(self) -> str:
+        return f"vLLM has room for {self.limit} of {self.named}, with the answer"
 
     def room(self, prompt: int, wanted: int) -> int:
         """How many tokens may be written behind a prompt of so many.
@@ -134,12 +137,12 @@ class WritesByVllm(Tells):
         Raises:
             ConfigError: none.
         """
-        if prompt >= self.longest:
+        if why := self.lacks_room(prompt):
             raise ConfigError(
-                f"The question has {prompt} tokens, and vLLM has room for {self.longest} of {self.named}, with the "
-                "answer. Ask something shorter, or give a larger --vllm-max-model-len if the model is made for it."
+                f"{why[0].upper()}{why[1:]}. Ask something shorter, or give a larger --vllm-max-model-len if the model"
+                " is made for it."
             )
-        return min(wanted, self.longest - prompt)
+        return min(wanted, self.limit - prompt)
 
     def write(self, prompts: Sequence[list[int]], sampling: Sampling, plain: bool) -> list[list[int]]:
         """The tokens that are written behind those of each question."""
@@ -154,7 +157,7 @@ class WritesByVllm(Tells):
         tokens = [list(made.outputs[0].token_ids) for made in self._engine.generate(asked, how, use_tqdm=False)]
         rooms = (each.max_tokens for each in how)
         if any(room < sampling.max_new_tokens and len(made) == room for made, room in zip(tokens, rooms, strict=True)):
-            self.tell(f"An answer ends with the last of the {self.longest} tokens that vLLM has room for.")
+            self.tell(f"An answer ends with the last of the {self.limit} tokens that vLLM has room for.")
         self._look_at(tokens)
         return tokens
 

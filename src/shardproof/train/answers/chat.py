@@ -149,6 +149,18 @@ class Chat(Loaded):
         """Raise ConfigError or DataError for what `answer` would refuse before anything is written."""
         self._writer.room(self._inputs([Question(messages, self.plain)])["input_ids"].shape[1], 1)
 
+    @property
+    def limited(self) -> bool:
+        """Whether a question may be too long."""
+        return self._writer.limit is not None
+
+    def problem(self, question: Question) -> str | None:
+        """Why a question cannot be asked: a file cannot be used, or there is no room for an answer."""
+        try:
+            return self._writer.lacks_room(len(self._read([question])["input_ids"][0]))
+        except DataError as error:
+            return str(error)
+
     def answer(self, messages: Sequence[Mapping[str, Any]], sampling: Sampling) -> str:
         """The whole answer."""
         return self.answers([Question(messages, self.plain)], sampling)[0]
@@ -243,11 +255,15 @@ class Chat(Loaded):
         return text
 
     def _inputs(self, questions: Sequence[Question]) -> Any:
-        """What the model is given for questions that are alike, padded on the left, on its device."""
+        """What the model is given for questions that are alike, on its device."""
+        return self._read(questions).to(self._device)
+
+    def _read(self, questions: Sequence[Question]) -> Any:
+        """What a tokenizer or a processor makes of questions that are alike, padded on the left."""
         from transformers import BatchFeature
 
         if self.takes_files(questions[0]):
-            return BatchFeature(self.with_files(questions[0])).to(self._device)
+            return BatchFeature(self.with_files(questions[0]))
         if kind := next((part["type"] for question in questions for part in parts_of(question.messages)), None):
             what = "this model takes" if self.processing is self.tokenizer else "what is continued as it stands is"
             raise ConfigError(f"There is a file of kind {kind}, and {what} text only.")
@@ -259,5 +275,4 @@ class Chat(Loaded):
         padding: dict[str, Any] = {"padding": True, "padding_side": "left"} if len(texts) > 1 else {}
         if padding and self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        tokens = self.tokenizer(texts, return_tensors="pt", add_special_tokens=questions[0].plain, **padding)
-        return tokens.to(self._device)
+        return self.tokenizer(texts, return_tensors="pt", add_special_tokens=questions[0].plain, **padding)

@@ -77,14 +77,15 @@ def answer_rows(
     Yields: after each round, how many rows are written, how many there are, and which bad ones were left out.
 
     Raises:
-        DataError: a row cannot be read, or has files that cannot be used, or not by this model; nothing is asked then.
+        DataError: a row cannot be read, is too long to be answered, or has files that cannot be used, or not by this
+            model; nothing is asked then.
         ConfigError: the file is there already.
     """
     import torch
 
     form = converted(_form(chat), *row_format) if row_format else _form(chat)
     rows = read_rows(dataset, bad_rows=bad_rows, columns=columns, form=form)
-    if chat.processing is not chat.tokenizer:
+    if chat.limited or chat.processing is not chat.tokenizer:
         rows = usable(chat, rows, partial(_problem, chat, system), bad_rows)
     drawn = chat.shared(torch.seed) if seed is None else seed
 
@@ -111,15 +112,13 @@ def means_in(file: Path) -> tuple[dict[str, float], int]:
 
 
 def _problem(chat: Chat, system: str | None, row: Row) -> str | None:
-    """Why the model cannot be given the files of a row."""
+    """Why the model cannot be asked a row: it is too long, or its files cannot be used."""
     question = _question(chat, row, system)
     try:
-        if chat.takes_files(question):
-            chat.with_files(question)
         _filled(chat, row, system)
     except DataError as error:
         return str(error)
-    return None
+    return chat.problem(question) if chat.limited or chat.takes_files(question) else None
 
 
 def usable(model: Loaded, rows: Rows, problem: Callable[[Row], str | None], bad_rows: BadRows) -> Rows:

@@ -34,8 +34,11 @@ class Tells:
         tells: whether this process is the one that warns.
 
     Attributes:
+        limit: how many tokens a question and its answer may have; None for any number.
         written: the last answer as it was generated, with special tokens.
     """
+
+    limit: int | None = None
 
     def __init__(self, tokenizer: Any, named: str, tells: bool) -> None:
         self.tokenizer, self.named, self._tells = tokenizer, named, tells
@@ -47,6 +50,15 @@ class Tells:
         if self._tells and warning not in self._told:
             self._told.add(warning)
             log.warning(warning)
+
+    def lacks_room(self, prompt: int) -> str | None:
+        """Why there is no room for an answer behind a question of so many tokens, if there is none."""
+        if self.limit is None or prompt < self.limit:
+            return None
+        return f"the question has {prompt} tokens, and {self._of_limit()}: there is no room for an answer"
+
+    def _of_limit(self) -> str:
+        raise NotImplementedError
 
     def texts(self, tokens: Any, sampling: Sampling) -> list[str]:
         """The answers that `write` gave."""
@@ -90,7 +102,11 @@ class Writer(Tells):
         self.remembers = hasattr(self._inner.config.get_text_config(decoder=True), "num_hidden_layers")
         known = getattr(getattr(self._inner, "generation_config", None), "eos_token_id", None)
         self._ends = {plain: stops(tokenizer, known, turns=not plain) for plain in (True, False)}
+        self.limit = learnt_positions(self._inner)
         self._reads: bool | None = None  # padding, where that is known
+
+    def _of_limit(self) -> str:
+        return f"{self.named} has learnt {self.limit} positions, and none beyond"
 
     def room(self, prompt: int, wanted: int) -> int:
         """How many tokens may be written behind a prompt of so many: a model that has learnt its positions has no more.
@@ -98,7 +114,7 @@ class Writer(Tells):
         Raises:
             ConfigError: none.
         """
-        limit, made_for = learnt_positions(self._inner), rotary_positions(self._inner.config)
+        limit, made_for = self.limit, rotary_positions(self._inner.config)
         if made_for is not None and prompt + wanted > made_for:
             self.tell(
                 f"With --max-new-tokens {wanted} an answer may go beyond the {made_for} positions that {self.named} is "
@@ -106,11 +122,8 @@ class Writer(Tells):
             )
         if limit is None or prompt + wanted <= limit:
             return wanted
-        if prompt >= limit:
-            raise ConfigError(
-                f"The question has {prompt} tokens, and {self.named} has learnt {limit} positions, and none beyond:"
-                " there is no room for an answer. Ask something shorter."
-            )
+        if why := self.lacks_room(prompt):
+            raise ConfigError(f"{why[0].upper()}{why[1:]}. Ask something shorter.")
         return limit - prompt
 
     def write(

@@ -108,8 +108,9 @@ def resolved(config: SftConfig) -> SftConfig:
     return config.model_copy(update={"loss": loss, "loss_temperature": temperature, "pooling": pooling})
 
 
-def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
-    """The token ids of the texts of rows; its `report` says what became of them."""
+def encode(config: SftConfig, rows: Any, processing: Any, prompt: str | None = None) -> Any:
+    """The token ids of the texts of rows; its `report` says what became of them. `prompt`: what stands before queries,
+    where that is not --system."""
     from shardproof.data.encoding.embed import MatchEncoder, prompt_of
 
     tokenizer = tokenizer_of(processing)
@@ -117,10 +118,10 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
         raise ConfigError(f"The tokenizer of {config.model} has no token to pad with. Set its pad_token.")
     if tokenizer is processing:
         processing.chat_template = None  # here, and in the model that comes out
-        encoder = MatchEncoder(processing, prompt_of(config.system, ()))
+        encoder = MatchEncoder(processing, prompt or prompt_of(config.system, ()))
     else:
         check_options(config)
-        encoder = media_encoder(config, processing)
+        encoder = media_encoder(config if prompt is None else config.model_copy(update={"system": prompt}), processing)
     return encoded_by(config, rows, processing, encoder)
 
 

@@ -11,13 +11,15 @@ from typing import Any
 
 from shardproof.train import run
 from shardproof.train.embedding import recipe as embedding
+from shardproof.train.embedding.pooling import embedding_in
 from shardproof.train.model.loading import tokenizer_of
 from shardproof.train.options.config import Batch, RunConfig, SftConfig
 from shardproof.train.packing.kinds import Packing
 from shardproof.train.reranker import recipe as reranker
-from shardproof.train.reranker.scoring import scoring_of
+from shardproof.train.reranker.recipe import GENERATIVE
+from shardproof.train.reranker.scoring import scoring_in, scoring_of
 from shardproof.train.rows.media import files_taken
-from shardproof.train.seq_cls.labelling import labels_in, labels_of
+from shardproof.train.seq_cls.labelling import RELEVANCE, labels_in, labels_of
 from shardproof.train.sft import recipe as sft
 
 LONGEST = 2048  # tokens of a row, of a model whose run is not known
@@ -89,19 +91,22 @@ def batches_of(
 
     Args:
         recorded: the run's options, if any.
-        folder: where the model came from, which may say what labels it gives.
+        folder: where the model came from, which may say what labels or vectors it gives.
         embeds: whether the model gives vectors, and no words.
 
     Raises:
         DataError, ConfigError: they cannot be used.
     """
-    how = _options(recorded, folder, bool(files_taken(processing)))
+    how, more = _options(recorded, folder, bool(files_taken(processing))), {}
+    if not recorded and (made := embedding_in(folder)) is not None:
+        how |= {"task": "embedding", "pooling": made.pooling, "max_length": made.longest or LONGEST}
+        more = {} if "system" in packing.reading else {"prompt": made.prompt}
     config = SftConfig(**{"max_length": LONGEST, **how, **packing.reading, "dataset": list(files)})
     recipe: Any = run.recipe_of(config)
     rows, _ = recipe.read(config)
     if len(rows) > packing.samples:
         rows = rows.take(sorted(random.Random(0).sample(range(len(rows)), packing.samples)))
-    encoded = recipe.encode(config, rows, processing)
+    encoded = recipe.encode(config, rows, processing, **more)
     if config.task in PAIRS:
         return Batches(*_texts(config, encoded, processing), False, len(encoded))
     if config.task != "seq_cls":
@@ -121,7 +126,11 @@ def _options(recorded: dict[str, Any], folder: Path, takes_files: bool) -> dict[
         taken |= {name: recorded[name] for name in OF_LABELS if name in recorded}
     elif recorded.get("task") in PAIRS:
         taken |= {name: recorded[name] for name in OF_PAIRS if name in recorded}
-    elif (labels := labels_in(folder)) is not None:
+    elif (scoring := scoring_in(folder)) is not None:
+        taken |= {"task": GENERATIVE, "system": scoring.system}
+    elif (labels := labels_in(folder)) == RELEVANCE:
+        taken["task"] = "reranker"
+    elif labels is not None:
         names = list(labels.names) if labels.named else []
         taken |= {
             "task": "seq_cls",
