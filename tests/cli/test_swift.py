@@ -266,8 +266,9 @@ def test_what_is_printed_is_taken():
             "--loss last_round+ignore_empty_think --token-weights hermes ignore_think_prefix",
         ),
         (
-            "--streaming true --max_steps 9 --shuffle_buffer_size 50 --enable_dft_loss true --full_determinism true",
-            "--streaming --max-steps 9 --shuffle-buffer-size 50 --loss-type dft --deterministic",
+            "--streaming true --max_steps 9 --shuffle_buffer_size 50 --enable_dft_loss true --full_determinism true"
+            " --max_epochs 2",
+            "--streaming --max-steps 9 --shuffle-buffer-size 50 --loss-type dft --deterministic --max-epochs 2",
         ),
         ("--loss_type mine --enable_dft_loss false", "--loss mine"),
         ("--loss_type dft --overwrite_output_dir true", "--loss-type dft --overwrite"),
@@ -312,7 +313,6 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--agent_template toolbench", "--agent-template toolbench: there is hermes, react_en"),
         ("--reward_adapters run", "equivalent here; 'shardproof export RUN FOLDER' merges them"),
         ("--resume_only_model true", "equivalent here; 'shardproof export CHECKPOINT FOLDER'"),
-        ("--max_epochs 3", "--epochs says how many; with --streaming, --max-steps"),
         ("--reft_rank 8", "There is no option --reft-rank. It is of a tuner of ms-swift that is not here"),
         ("--swanlab_mode local", "from a variable of its own: SWANLAB_PROJ_NAME"),
         ("--lmdeploy_tp 2", "or by a vLLM server of its own"),

@@ -8,7 +8,7 @@ import pickle
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,37 @@ def test_a_pass_has_every_row_once_and_the_next_one_another_order(encoded: Calla
     assert all(Counter(one) == Counter(passes[0]) and len(set(one)) == 37 for one in passes)
     assert passes[0] != passes[1]
     assert Counter(passes[0][:10]) == Counter(passes[1][:10])  # a block is shuffled, and no row leaves it
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("packing", [False, True])
+def test_it_ends_with_the_step_that_has_the_last_row_of_a_pass(
+    encoded: Callable[..., EncodedStream], passes: int, packing: bool
+) -> None:
+    """Filled up from the next pass, as one that goes on would be; on any number of processes, from anywhere."""
+    endless, ending = encoded(packing=packing), encoded(packing=packing, passes=passes)
+    each = (position for _, position, _ in dealt(endless, Position(), 1, 0, 1))
+    rows = len(list(takewhile(lambda position: position.place.passes < passes, each)))
+    steps = -(-rows // 8)
+    whole = step(endless, 1, steps)
+    for readers, accumulation in ((1, 1), (2, 2), (1, 4)):
+        micro = 8 // readers // accumulation
+        parts = [list(dealt(ending, Position(), micro, n, readers, accumulation)) for n in range(readers)]
+        assert [len(part) for part in parts] == [steps * accumulation] * readers
+        got = [tuple(row["input_ids"]) for ranks in zip(*parts, strict=True) for found, *_ in ranks for row in found]
+        assert got == [row for one in whole for row in one]
+        for done in {1, steps}:
+            _, position, _ = parts[0][done * accumulation - 1]
+            left = list(dealt(ending, position, micro, 0, readers, accumulation))
+            assert [found for found, *_ in left] == [found for found, *_ in parts[0][done * accumulation :]]
+
+
+def test_an_end_is_seen_where_the_last_block_is_full(write: Callable[..., str], tokenizer: Any) -> None:
+    """Of twenty rows in blocks of ten, and of ten rows behind which none can be used."""
+    long = [{"query": "x", "response": "holds " * 99}] * 12
+    for lines in (rows(20), [*rows(20), *long]):
+        stream = EncodedStream(read_stream([write("full.jsonl", lines)], size=10), tokenizer, 64, passes=1)
+        assert len(list(dealt(stream, Position(), 5, 0, 1, 2))) == 4
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -19,11 +19,13 @@ STREAM = "--streaming --shuffle-buffer-size 10 --max-length 64".split()
 
 TWO = ["--nproc", "2", "--stage", "3"]
 ONE = ["--nproc", "1", "--stage", "0"]
+PASSES = "--max-epochs 2 --max-steps 20 --save-steps 4".split()
+EVALUATED = ["--eval-steps", "4", "--val-dataset"]
 PACKED = ["--packing", "--max-length", "96", "--global-batch-size", "2"]
 
 
 @pytest.fixture(scope="module")
-def runs(commands, sft):
+def runs(commands, sft, rows: Path):
     go_on = ["--resume", "RUNS/two/checkpoint-2"]
     return commands(
         [
@@ -31,6 +33,11 @@ def runs(commands, sft):
             ("two", sft(*TWO, *STREAM, "--save-steps", "2")),
             ("on", sft(*ONE, *STREAM, *go_on)),
             ("elsewise", sft(*ONE, *STREAM, "--shuffle-buffer-size", "5", *go_on)),
+            ("ended", sft(*ONE, *STREAM, *PASSES)),
+            ("ended two", sft(*TWO, *STREAM, *PASSES, "--workers", "0")),
+            ("ended on", sft(*ONE, *STREAM, *PASSES, *EVALUATED, str(rows), "--resume", "RUNS/two/checkpoint-2")),
+            ("ended again", sft(*ONE, *STREAM, *PASSES, *EVALUATED, str(rows), "--resume", "RUNS/ended/checkpoint-6")),
+            ("ended whole", sft("--max-epochs", "2")),
             ("endless", sft("--streaming", "--max-steps", "none")),
             ("by length", sft("--streaming", "--group-by-length")),
             ("held out", sft("--streaming", "--val-split", "0.1")),
@@ -77,6 +84,26 @@ def test_passes_are_counted(runs) -> None:
     assert runs["one"].series("epoch")[:5] == [0, 0, 1, 1, 1]
 
 
+def test_a_run_ends_with_the_passes(runs) -> None:
+    """Two of 23 rows, 8 a step: the sixth step has the last row, on any number of processes, and after a stop. What was
+    asked for by steps is done at the end, too."""
+    for name, begin in (("ended", 0), ("ended two", 0), ("ended on", 2)):
+        run = runs[name]
+        assert run.code == 0, run.output
+        assert len(run.series("loss")) == 6 - begin
+        assert run.series("tokens") == runs["ended"].series("tokens")[begin:]
+        assert "--max-epochs 2 ends the run after step 6 of 20." in " ".join(run.output.split())
+        assert (run.folder / "model" / "model.safetensors").is_file()
+    assert runs["ended two"].series("loss") == pytest.approx(runs["ended"].series("loss"), abs=1e-5)
+    assert (runs["ended"].folder / "checkpoint-6").is_dir()
+    assert len(runs["ended on"].series("eval_loss")) == 2
+    again = runs["ended again"]  # whose checkpoint is at the end
+    assert again.code == 0, again.output
+    weights = [(run.folder / "model" / "model.safetensors").read_bytes() for run in (again, runs["ended"])]
+    assert weights[0] == weights[1]
+    assert not (again.folder / "metrics.jsonl").exists()
+
+
 def test_a_run_that_goes_on_meets_the_rows_that_it_would_have_met(runs) -> None:
     assert runs["on"].code == 0, runs["on"].output
     assert runs["on"].series("loss") == pytest.approx(runs["two"].series("loss")[2:], abs=1e-5)
@@ -118,7 +145,8 @@ def test_what_is_listed_is_not_read_for_every_block(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     "name, text",
     [
-        ("endless", "--max-steps says when to end: add it"),
+        ("endless", "--max-steps says when to end"),
+        ("ended whole", "--max-epochs is of --streaming"),
         ("by length", "--streaming and --group-by-length"),
         ("held out", "Name files with --val-dataset"),
         ("without the last", "--streaming and --drop-last: passes over the rows follow each other"),

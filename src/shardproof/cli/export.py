@@ -58,6 +58,13 @@ class ExportConfig(BaseModel):
     model_type: str | None = Field(
         None, description="load it as this model of a plugin (default: as in the run, or as its config says)"
     )
+    push_to_hub: str | None = Field(
+        None, description="put it on a hub, too: OWNER/NAME on Hugging Face's, MS::OWNER/NAME on ModelScope's"
+    )
+    private: bool = Field(False, description="with --push-to-hub: a new repository is seen by nobody else")
+    hub_token: str | None = Field(
+        None, description="with --push-to-hub: the token (default: HF_TOKEN, or that of 'hf auth login')", repr=False
+    )
     verbose: bool = Field(False, description="show the messages of libraries, too")
     debug: bool = Field(False, description="show tracebacks")
 
@@ -91,16 +98,21 @@ def run(argv: Sequence[str]) -> int:
     source, folder = found.pop("source"), found.pop("folder")
     config = options.build(ExportConfig, found)
     packing = _packing(config)
+    for name in ("private", "hub_token"):
+        if getattr(config, name) and config.push_to_hub is None:
+            raise ConfigError(f"{flag(name)} is of --push-to-hub OWNER/NAME, and there is none.")
     before_imports(False, config.verbose)
     from shardproof.cli.hub import run_or_model
+    from shardproof.cli.push import target
     from shardproof.data.encoding.beside import telling
     from shardproof.models.scorers import made_here
     from shardproof.plugins import load
     from shardproof.report.terminal import Share
     from shardproof.train.export import export
 
-    source = run_or_model(source)
     after_imports(config.verbose)
+    goal = target(config.push_to_hub, config.private, config.hub_token) if config.push_to_hub is not None else None
+    source = run_or_model(source)
     plugins = load(config.external_plugins)
     how = config.dtype, config.max_shard_size, config.trust_remote_code
     with Share("packing") as told, telling(told):
@@ -119,6 +131,8 @@ def run(argv: Sequence[str]) -> int:
         print(f"MTP: {done.further} tensors of layers that predict further tokens, as the base has them")
     if done.max_pixels is not None:
         print(f"pictures: {_scaling(done)}")
+    if goal is not None:
+        print(f"pushed: {goal.push(done.folder)}")
     return 0
 
 

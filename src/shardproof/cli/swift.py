@@ -50,6 +50,7 @@ from shardproof.train.options.rlhf_config import REFERRED, REWARDED, RlhfConfig
 EVALUATIONS = "eval_steps", "eval_strategy", "eval_on_start"
 _LORA_ONLY = ("lora_rank", "lora_dropout")
 _WHOLE_BATCH = 16
+TOKEN = "--hub-token"  # not to be printed
 # Commands about a finished model: their options, and the table of these.
 FINISHED: dict[str, tuple[type[BaseModel], Callable[[], options.Parser]]] = {
     "infer": (infer_asked.InferConfig, infer.parser),
@@ -198,6 +199,9 @@ def _of_finished(line: shell.Line) -> tuple[str, list[str], list[str]]:
         options.build(config, {name: value for name, value in found.items() if name in config.model_fields})
     except ConfigError as error:
         missing.append(str(error))
+    if TOKEN in words:
+        del words[words.index(TOKEN) : words.index(TOKEN) + 2]
+        notes.append(f"{TOKEN} is left out: HF_TOKEN says it, which no list of processes shows")
     return shlex.join(["shardproof", line.command, *words]), notes, missing
 
 

@@ -201,6 +201,7 @@ class EncodedStream:
     """Rows to learn from, encoded when their block is read; without end, as passes follow each other.
 
     Attributes:
+        passes: who takes rows ends with the step that has the last row of so many; None: never.
         shuffled: whether a block is brought into an order that is drawn.
         packing: put the rows of a block together.
     """
@@ -216,6 +217,7 @@ class EncodedStream:
     shuffled: bool = True
     seed: int = 0
     weights: Any = ()
+    passes: int | None = None
     report: str = field(default="while training, a block of rows at a time", init=False)
 
     def __post_init__(self) -> None:
@@ -273,20 +275,24 @@ class _Ordered(Sequence[Mapping[str, Any]]):
 
 
 def dealt(
-    encoded: EncodedStream, begin: Position, micro: int, reader: int, readers: int
+    encoded: EncodedStream, begin: Position, micro: int, reader: int, readers: int, accumulation: int = 1
 ) -> Iterator[tuple[list[Mapping[str, Any]], Position, list[Block]]]:
     """Micro-batches of one reader: rows k * micro to (k + 1) * micro of every `readers * micro`, k being its number.
+    From where a step begins; it has `accumulation` of them. The last one is filled up from the next pass.
 
     Yields: the rows; where the stream is when all readers have taken theirs; and blocks that begin among them, without
         their rows.
     """
     mine: list[Mapping[str, Any]] = []
     new: list[Block] = []
-    at, skip = 0, begin.taken
+    at, step, skip = 0, 0, begin.taken
     for block in encoded.blocks(begin.place):
         if not skip:
             new.append(block._replace(rows=()))
         for taken in range(skip, len(block.rows)):
+            if step == 0 and encoded.passes is not None and block.place.passes >= encoded.passes:
+                return
+            step = (step + 1) % (readers * micro * accumulation)
             if reader * micro <= at < (reader + 1) * micro:
                 mine.append(block.rows[taken])
             at += 1
@@ -303,11 +309,12 @@ def batches(
     micro: int,
     reader: int,
     readers: int,
+    accumulation: int,
 ) -> Iterator[tuple[Any, Position, list[Block]] | DataError]:
     """What `dealt` gives, each micro-batch collated. An error of ours is the last one: another process may pass it on,
     and would write into it where in our code it happened."""
     try:
-        for rows, position, new in dealt(encoded, begin, micro, reader, readers):
+        for rows, position, new in dealt(encoded, begin, micro, reader, readers, accumulation):
             yield collate(rows), position, new
     except DataError as error:
         yield error

@@ -33,6 +33,8 @@ def callbacks_of(config: RunConfig) -> list[TrainerCallback]:
     if config.keep_best or config.early_stop:
         found.append(JudgesEvaluations(config.best_metric, config.early_stop))
     epochs = [strategy == "epoch" for strategy in (config.eval_strategy, config.save_strategy)]
+    if getattr(config, "max_epochs", None):  # nobody knows before which step is the last
+        epochs = [config.evaluates, config.writes_checkpoints]
     if any(epochs):
         found.append(EndOfEpoch(*epochs))
     if SWANLAB in config.report_to:

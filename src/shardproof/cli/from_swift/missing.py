@@ -223,7 +223,7 @@ INSTEAD = {
     "resume_only_model": "'shardproof export CHECKPOINT FOLDER', and --model FOLDER begins anew from its weights",
     **dict.fromkeys(
         ("push_to_hub", "hub_model_id", "hub_token"),
-        "'hf upload OWNER/NAME runs/RUN/model' does it when the run is done",
+        "'shardproof export runs/RUN FOLDER --push-to-hub OWNER/NAME' does it when the run is done",
     ),
     "packing_length": "--max-length is the length of packed rows",
     "label_smoothing_factor": "only 'shardproof sft' smooths tokens; --label-smoothing of dpo is about pairs",
@@ -232,7 +232,7 @@ INSTEAD = {
     "auto_find_batch_size": "'shardproof plan' says what fits before anything is loaded",
     "logging_strategy": "--logging-steps says how often",
     "router_aux_loss_coef": "only 'shardproof sft' balances experts by its loss",
-    "max_epochs": "--epochs says how many; with --streaming, --max-steps",
+    "max_epochs": "--epochs says how many",
     "sync_ref_model": "--sync-ref-steps N does it every N steps",
     "enable_dft_loss": "--loss-type dft of 'shardproof sft'",
     **dict.fromkeys(

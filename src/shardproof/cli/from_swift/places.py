@@ -15,7 +15,7 @@ RUN = ("adapters", "ckpt_dir", "resume_from_checkpoint", "model", "model_id_or_p
 
 RENAMED = {
     "infer": {"val_dataset": "dataset", "max_batch_size": "batch_size", "vllm_tensor_parallel_size": "nproc"},
-    "export": {"torch_dtype": "dtype", "quant_n_samples": "samples"},
+    "export": {"torch_dtype": "dtype", "quant_n_samples": "samples", "hub_private_repo": "private"},
 }
 # How weights are packed, by Swift's method and bits. AWQ and GPTQ write the same kind of numbers.
 PACKED = {
@@ -24,6 +24,7 @@ PACKED = {
     **{(method, "4"): "int4" for method in ("awq", "gptq", "gptq_v2")},
     **{(method, "8"): "int8" for method in ("gptq", "gptq_v2")},
 }
+PUSHES = [("push_to_hub", value) for value in ("true", "false", "True", "False")]  # ours names a repository
 CALIBRATED = ("awq", "gptq", "gptq_v2")
 WITHOUT_EFFECT = {
     "infer": {
@@ -62,9 +63,7 @@ INSTEAD = {
         ("false",),
         "'shardproof data encode' does that",
     ),
-    ("export", "hub_model_id"): (("none",), "'hf upload NAME FOLDER' afterwards"),
     ("export", "to_mcore"): (("false",), "a tool of Megatron's reads the folder that is written"),
-    ("export", "push_to_hub"): (("false",), "'hf upload NAME FOLDER' afterwards"),
     ("export", "bnb_4bit_quant_type"): (("nf4",), "--quantize nf4 has the more exact of the two"),
     ("export", "bnb_4bit_use_double_quant"): (("true",), "scales are packed, too, always"),
     ("export", "load_data_args"): (("false",), "--dataset names the rows to calibrate with"),
@@ -91,6 +90,7 @@ def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[l
     notes: list[str] = []
     runs: dict[str, str] = {}
     method: dict[str, str] = {}
+    pushed: dict[str, str] = {}
     target: str | None = None
     for given, values in split_options(argv, places):
         name, text = given[2:].replace("-", "_"), " ".join(values)
@@ -102,6 +102,8 @@ def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[l
             target = text
         elif command == "export" and name in ("quant_method", "quant_bits"):
             method[name] = text.lower().replace("none", "")
+        elif command == "export" and (name == "hub_model_id" or (name, text) in PUSHES):
+            pushed[name] = text
         elif name in RENAMED[command]:
             option = RENAMED[command][name]
             meant = VALUES["precision"] if option == "dtype" else {}
@@ -124,6 +126,7 @@ def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[l
             else:
                 words += [w for option, said in found for w in as_words(flag(option), said)]
     kind = _packed(method, words, notes)
+    words += _pushed(pushed, notes)
     if not runs and target is None:
         return [*places, *words], notes
     named = next((name for name in RUN if name in runs), None)
@@ -136,6 +139,21 @@ def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[l
     elif named is not None:
         places = [runs[named]]
     return [*places, *words], notes
+
+
+def _pushed(said: dict[str, str], notes: list[str]) -> list[str]:
+    """Where Swift puts a model, in our words. Its name alone puts it nowhere.
+
+    Raises:
+        ConfigError: it is to be put there, and has no name.
+    """
+    name = said.get("hub_model_id", "none")
+    if said.get("push_to_hub", "false").lower() != "true":
+        notes += [f"{flag(option)} (nothing is pushed)" for option in said]
+        return []
+    if name.lower() in ("", "none"):
+        raise ConfigError("--push-to-hub true needs --hub-model-id OWNER/NAME: where to?")
+    return ["--push-to-hub", name]
 
 
 def _packed(said: dict[str, str], words: list[str], notes: list[str]) -> str:

@@ -168,9 +168,14 @@ def _check_streaming(config: RunConfig) -> None:
     if not getattr(config, "streaming", False):
         if given := first_given(config, ("shuffle_buffer_size",)) if hasattr(config, "shuffle_buffer_size") else "":
             raise ConfigError(f"{given} is of --streaming. Without it all rows are shuffled in each epoch.")
+        if getattr(config, "max_epochs", None):
+            raise ConfigError("--max-epochs is of --streaming. Without it --epochs says how many passes there are.")
         return
     if not config.max_steps:
-        raise ConfigError("--streaming: how many rows there are is not known, so --max-steps says when to end: add it.")
+        raise ConfigError(
+            "--streaming: how many rows there are is not known, so --max-steps says when to end, and how the learning"
+            " rate falls until then: add it. --max-epochs may end the run before."
+        )
     against = {
         "group_by_length": "the lengths of rows that come later are not known",
         "drop_last": "passes over the rows follow each other, and a step may hold rows of two",

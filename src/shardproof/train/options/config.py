@@ -288,6 +288,12 @@ class SftConfig(LossOptions, RunConfig):
     shuffle_buffer_size: int = option(
         "Data", 1000, "with --streaming: rows per block; each block is shuffled in itself; 0 shuffles none", ge=0
     )
+    max_epochs: int | None = option(
+        "Data",
+        None,
+        "with --streaming: end behind so many passes over the rows, if --max-steps is not over before",
+        ge=1,
+    )
     row_cache: str | None = option(
         "Data", None, "keep what rows with files are encoded to in this folder, for the next run on any of them"
     )

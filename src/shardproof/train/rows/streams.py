@@ -61,7 +61,8 @@ class Told:
 
 
 class StreamLoader:
-    """Micro-batches of this rank, as many as the run takes. What is read next is encoded by a process beside.
+    """Micro-batches of this rank, as many as the run takes, or as the stream has. What is read next is encoded by a
+    process beside.
 
     Attributes:
         position: where the stream is after the last micro-batch; set it to begin there.
@@ -79,7 +80,9 @@ class StreamLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        dealt = _Dealt(self.dataset, self.position, self._collate, self._batch.micro, self._reader, self._batch.readers)
+        plan = self._batch
+        shares = plan.micro, self._reader, plan.readers, plan.accumulation
+        dealt = _Dealt(self.dataset, self.position, self._collate, *shares)
         loader = DataLoader(
             dealt,
             batch_size=None,
@@ -136,9 +139,18 @@ class StreamMixin(Base):
         loader: Any = self.stream
         return loader
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().get_batch_samples(*args, **kwargs)
+        if self.stream is not None and not found[0]:  # it has ended
+            self.control.should_epoch_stop = True
+        return found
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
         trained = super().train(*args, **kwargs)
         told = self.stream.told if self.stream is not None else Told()
+        if told.file is not None and self.control.should_epoch_stop:
+            passes, step = self.train_dataset.passes, self.state.global_step
+            log.warning("--max-epochs %s ends the run after step %s of %s.", passes, step, self.args.max_steps)
         if told.file is not None and (told.bad or told.report.dropped or told.report.unlearnable):
             log.warning("Of the stream were read: %s.", told)
         return trained

@@ -203,6 +203,7 @@ def _encoded_later(config: SftConfig, rows: Any, tokenizer: Any) -> Any:
         shuffled=config.shuffle_buffer_size > 1,
         seed=config.seed,
         weights=weights_named(config.token_weights),
+        passes=config.max_epochs,
     )
 
 

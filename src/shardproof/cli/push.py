@@ -1,0 +1,190 @@
+"""`shardproof export --push-to-hub`: what was written goes to a hub, which was asked before whether it may.
+
+Whether a token may write is seen before the export begins, by what the hub says of it: nothing is made there to try.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from shardproof.cli.hub import PATIENCE, endpoint, offline
+from shardproof.data.sources import modelscope
+from shardproof.data.sources.hub import silence_of
+from shardproof.errors import ConfigError
+
+# Files of a model that was there before, which a loader would take for this one's.
+OUTDATED = ["*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "adapter_config.json"]
+MESSAGE = "Upload the model that shardproof has exported"
+T = TypeVar("T")
+
+
+class Target(Protocol):
+    """A repository that may be written to."""
+
+    def push(self, folder: Path) -> str:
+        """Put the files of a folder there. Returns its address.
+
+        Raises:
+            ConfigError: the hub does not take them.
+        """
+        ...
+
+
+def target(named: str, private: bool, token: str | None) -> Target:
+    """Where `named` is, once the hub has said that this token may write there.
+
+    Args:
+        named: `OWNER/NAME` of Hugging Face's hub, or `MS::OWNER/NAME` of ModelScope's.
+        private: whether nobody else may see it.
+        token: None for the one that the client of the hub knows, by its variable or as a user has logged in.
+
+    Raises:
+        ConfigError: there is no token, it may not write there, or the hub does not answer.
+    """
+    there = modelscope.named(named)
+    if (there or named).count("/") != 1:
+        raise ConfigError(f"--push-to-hub {named}: a repository is named OWNER/NAME, or MS::OWNER/NAME on ModelScope.")
+    if offline():
+        raise ConfigError(f"--push-to-hub {named}: HF_HUB_OFFLINE forbids to ask a hub. Unset it.")
+    return OnHuggingFace(named, private, token) if there is None else OnModelScope(there, private, token)
+
+
+class OnHuggingFace:
+    """A repository of Hugging Face's hub, or of one at HF_ENDPOINT. Arguments, and what is raised, as of `target`."""
+
+    def __init__(self, name: str, private: bool, token: str | None) -> None:
+        from huggingface_hub import HfApi, get_token
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        self._name, self._private, self._address = name, private, f"{endpoint()}/{name}"
+        token = token or get_token()
+        if not token:
+            raise ConfigError(
+                f"--push-to-hub {name}: there is no token. Set HF_TOKEN, or log in with 'hf auth login'; one that may"
+                f" write is made at {endpoint()}/settings/tokens."
+            )
+        _check_answers(name, endpoint())
+        self._api = HfApi(endpoint=endpoint(), token=token)
+        _check_role(name, _asked(name, "does not take this token", self._api.whoami))
+        if not private:
+            return
+        try:
+            if not _asked(
+                name, "does not show it", lambda: self._api.model_info(name), RepositoryNotFoundError
+            ).private:
+                raise ConfigError(
+                    f"--push-to-hub {name} --private: it is there already, and everybody sees it. Make it private on"
+                    f" {self._address}/settings, or name another one."
+                )
+        except RepositoryNotFoundError:
+            pass
+
+    def push(self, folder: Path) -> str:
+        """As of `Target`."""
+
+        def work() -> None:
+            self._api.create_repo(self._name, private=self._private or None, exist_ok=True)
+            self._api.upload_folder(
+                repo_id=self._name, folder_path=folder, commit_message=MESSAGE, delete_patterns=OUTDATED
+            )
+
+        _pushed(self._name, folder, f"hf upload {self._name} {folder}", work)
+        return self._address
+
+
+class OnModelScope:
+    """The same of ModelScope's hub."""
+
+    def __init__(self, name: str, private: bool, token: str | None) -> None:
+        named, address = f"{modelscope.PREFIX}{name}", modelscope.endpoint()
+        try:
+            from modelscope_hub import HubApi
+        except ImportError:
+            raise ConfigError(
+                f"--push-to-hub {named}: ModelScope's hub needs its client; pip install 'shardproof[modelscope]' brings"
+                " it."
+            ) from None
+        logging.getLogger("modelscope_hub").setLevel(logging.WARNING)
+        self._name, self._named, self._address = name, named, f"{address}/models/{name}"
+        _check_answers(named, address)
+        self._api = HubApi(token=token)
+        _asked(named, "does not take this token (MODELSCOPE_API_TOKEN, or --hub-token)", self._api.whoami)
+        there = _asked(named, "does not show it", lambda: self._api.repo_exists(name, "model"))
+        self._new = None if there else "private" if private else "public"
+        if (
+            there
+            and private
+            and not _asked(named, "does not show it", lambda: self._api.get_repo(name, "model")).private
+        ):
+            raise ConfigError(
+                f"--push-to-hub {named} --private: it is there already, and not private. Make it so on {self._address},"
+                " or name another one."
+            )
+
+    def push(self, folder: Path) -> str:
+        """As of `Target`."""
+
+        def work() -> None:
+            if self._new is not None:
+                self._api.create_repo(self._name, "model", visibility=self._new)
+            self._api.upload_folder(self._name, "model", folder, commit_message=MESSAGE)
+
+        _pushed(self._named, folder, f"modelscope upload {self._name} {folder}", work)
+        return self._address
+
+
+def _check_answers(named: str, address: str) -> None:
+    if reason := silence_of(address, PATIENCE):
+        raise ConfigError(f"--push-to-hub {named}: the hub {address} cannot be reached ({reason}).")
+
+
+def _check_role(name: str, said: dict[str, Any]) -> None:
+    """Raise ConfigError for a token that may not write there, by what the hub says of it."""
+    owner, user = name.partition("/")[0], str(said.get("name"))
+    token = (said.get("auth") or {}).get("accessToken") or {}
+    orgs = {str(org.get("name")): org.get("roleInOrg") for org in said.get("orgs") or ()}
+    if owner.casefold() not in {one.casefold() for one in (user, *orgs)}:
+        member = f", who is a member of {', '.join(orgs)}" if orgs else ""
+        raise ConfigError(f"--push-to-hub {name}: the token is that of {user}{member}, and not of {owner}.")
+    role = token.get("role")
+    if role == "read" or (role == "fineGrained" and not _grants(token.get("fineGrained") or {}, owner, name)):
+        raise ConfigError(f"--push-to-hub {name}: the token may read, and not write there. Make one that may write.")
+    if any(org.casefold() == owner.casefold() and held in ("read", "no_access") for org, held in orgs.items()):
+        raise ConfigError(f"--push-to-hub {name}: {user} may read what {owner} has, and not write there.")
+
+
+def _grants(fine: dict[str, Any], owner: str, name: str) -> bool:
+    """Whether a token that says what it may do says so of this repository, or of all of its owner's."""
+    mine = {owner.casefold(), name.casefold()}
+    scoped: Iterable[dict[str, Any]] = fine.get("scoped") or ()
+    return any(
+        str((scope.get("entity") or {}).get("name")).casefold() in mine
+        and "repo.write" in (scope.get("permissions") or ())
+        for scope in scoped
+    )
+
+
+def _asked(named: str, refused: str, ask: Callable[[], T], but: type[Exception] | tuple[()] = ()) -> T:
+    """What a hub answers; `but`: an error that says something, too."""
+    try:
+        return ask()
+    except but:
+        raise
+    except Exception as error:  # of its client, of the network
+        raise ConfigError(f"--push-to-hub {named}: the hub {refused}: {_first(error)}") from None
+
+
+def _pushed(named: str, folder: Path, again: str, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception as error:  # of its client, of the network, of the disk
+        raise ConfigError(
+            f"{folder} is written, and was not pushed to {named}: {_first(error)}\nPush it by itself: {again}"
+        ) from None
+
+
+def _first(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
