@@ -55,6 +55,8 @@ class _Answers(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         if error:
             self.send_header("X-Error-Code", error)
+        if status == 403:
+            self.send_header("X-Error-Message", said["error"])
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
@@ -166,10 +168,15 @@ def test_what_is_in_the_folder_is_on_the_hub(hub: Hub, model: Path) -> None:
 
 
 def test_the_weights_of_an_older_model_are_not_taken_for_these(hub: Hub, model: Path) -> None:
-    old = {"README.md": b"# mine", "model-00001-of-00002.safetensors": b"1", "adapter_config.json": b"{}"}
-    hub.repos["ours/mine"] = (False, {**old, "model.safetensors.index.json": b"{}"})
+    old = {
+        "model-00001-of-00002.safetensors": b"1",
+        "model.safetensors.index.json": b"{}",
+        "adapter_config.json": b"{}",
+    }
+    others = {"README.md": b"# mine", "onnx/model.bin": b"2"}
+    hub.repos["ours/mine"] = (False, {**old, **others})
     push.target("ours/mine", False, "hf_writes").push(model)
-    assert hub.repos["ours/mine"][1] == {"README.md": b"# mine", **files_of(model)}
+    assert hub.repos["ours/mine"][1] == {**others, **files_of(model)}
 
 
 @pytest.mark.parametrize(
@@ -211,8 +218,11 @@ def test_what_others_see_already_is_not_private(hub: Hub) -> None:
 def test_a_hub_that_takes_nothing_leaves_the_folder(hub: Hub, model: Path) -> None:
     goal = push.target("me/mine", False, None)
     hub.full = True
-    with pytest.raises(ConfigError, match=r"(?s)is written, and was not pushed to me/mine: .*: hf upload me/mine /"):
+    with pytest.raises(
+        ConfigError, match=r"is written, and was not pushed to me/mine: .+\n.*: hf upload me/mine /"
+    ) as no:
         goal.push(model)
+    assert "there is no room" in str(no.value)
     assert (model / "model.safetensors").is_file()
 
 

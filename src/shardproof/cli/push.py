@@ -16,7 +16,10 @@ from shardproof.data.sources.hub import silence_of
 from shardproof.errors import ConfigError
 
 # Files of a model that was there before, which a loader would take for this one's.
-OUTDATED = ["*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "adapter_config.json"]
+OUTDATED = [
+    *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "mtp.safetensors"),
+    *("pytorch_model*.bin", "pytorch_model.bin.index.json", "adapter_model.*", "adapter_config.json"),
+]
 MESSAGE = "Upload the model that shardproof has exported"
 T = TypeVar("T")
 
