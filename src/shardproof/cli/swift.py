@@ -36,7 +36,7 @@ from shardproof.cli.from_swift.options import (
     other_meanings,
     ours,
 )
-from shardproof.cli.from_swift.places import placed
+from shardproof.cli.from_swift.places import placed, without_token
 from shardproof.cli.from_swift.tuners import of_other_tuners, with_new_blocks
 from shardproof.cli.from_swift.values import ADDED, NLG, TOWERS
 from shardproof.data.sources.hub import hub_name
@@ -50,7 +50,6 @@ from shardproof.train.options.rlhf_config import REFERRED, REWARDED, RlhfConfig
 EVALUATIONS = "eval_steps", "eval_strategy", "eval_on_start"
 _LORA_ONLY = ("lora_rank", "lora_dropout")
 _WHOLE_BATCH = 16
-TOKEN = "--hub-token"  # not to be printed
 # Commands about a finished model: their options, and the table of these.
 FINISHED: dict[str, tuple[type[BaseModel], Callable[[], options.Parser]]] = {
     "infer": (infer_asked.InferConfig, infer.parser),
@@ -199,10 +198,7 @@ def _of_finished(line: shell.Line) -> tuple[str, list[str], list[str]]:
         options.build(config, {name: value for name, value in found.items() if name in config.model_fields})
     except ConfigError as error:
         missing.append(str(error))
-    if TOKEN in words:
-        del words[words.index(TOKEN) : words.index(TOKEN) + 2]
-        notes.append(f"{TOKEN} is left out: HF_TOKEN says it, which no list of processes shows")
-    return shlex.join(["shardproof", line.command, *words]), notes, missing
+    return shlex.join(["shardproof", line.command, *without_token(words, notes)]), notes, missing
 
 
 def _adopted(line: shell.Line, known: Collection[str], notes: list[str]) -> tuple[dict[str, list[str]], list[str]]:

@@ -156,6 +156,16 @@ def _pushed(said: dict[str, str], notes: list[str]) -> list[str]:
     return ["--push-to-hub", name]
 
 
+def without_token(words: list[str], notes: list[str]) -> list[str]:
+    """A command as it may be printed."""
+    option = "--hub-token"
+    if option not in words:
+        return words
+    notes.append(f"{option} is left out: HF_TOKEN says it, which no list of processes shows")
+    place = words.index(option)
+    return words[:place] + words[place + 2 :]
+
+
 def _packed(said: dict[str, str], words: list[str], notes: list[str]) -> str:
     """Add to the words of a command how Swift packs weights. Returns the kind, if any.
 

@@ -157,9 +157,8 @@ def encode_rows(
 
     Returns:
         A dataset with the columns `input_ids` and `labels` (-100 where nothing is learnt), in the order of the rows,
-        and `token_weights` (float32), if there are `weights`, or a turn has one.
-        Its attribute `report` is an `EncodeReport`, `places` says where its rows stand, `numbers` which they are, and
-        `cut` which of these lost tokens.
+        and `token_weights` (float32), if there are `weights`, or a turn has one. Its `report` is an `EncodeReport`;
+        `places` say where its rows stand, `numbers` which they are, and `cut` which of these lost tokens.
 
     Raises:
         ConfigError: rows of messages and a tokenizer without a chat template, or one whose answers cannot be found.
@@ -173,8 +172,7 @@ def encode_rows(
         columns.append(*labelled)
         places.append(row)
         numbers.append(report.rows + len(bad) - 1)
-        if report.truncated > len(cut):
-            cut.append(numbers[-1])
+        cut.extend(numbers[-1:] if report.truncated > len(cut) else ())
     pass_over(rows, bad, report.rows, bad_rows)
     if not report.kept:
         raise DataError(nothing_left(report, max_length, bad))
