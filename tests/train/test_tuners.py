@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 from shardproof.errors import ConfigError
 from shardproof.integrations.prepared import hold_as_computed, shard_prepared
+from shardproof.models.loading.whole_files import OF_ADAPTERS
 from shardproof.train.adapters.adding import check_named_parts, with_adapters
 from shardproof.train.adapters.kinds import arguments_of, check_steps, of_kind
 from shardproof.train.checks.contradictions import check_together
@@ -70,7 +72,6 @@ def test_the_numbers_of_one_process_from_the_first_step_to_the_merged_model(comm
         for key in ("loss", "grad_norm"):
             assert run.series(key) == pytest.approx(one.series(key), rel=2e-4), f"{key}: {name}"
     ask = ["--prompt", "the process", "--max-new-tokens", "4", "--temperature", "0"]
-    on = [] if kind == "adalora" else [("on", sft(*two, "--adapters", str(last.folder), "--max-steps", "1"))]
     later = commands(
         [
             ("again", [*jobs["stage3"], "--resume", str(last.folder / "checkpoint-2")]),
@@ -78,7 +79,7 @@ def test_the_numbers_of_one_process_from_the_first_step_to_the_merged_model(comm
             ("checkpoint", ["export", str(last.folder / "checkpoint-4"), "OUT"]),
             ("asked", ["infer", str(last.folder), *ask, "--nproc", "2"]),
             ("asked merged", ["infer", "RUNS/merged", *ask]),
-            *on,
+            ("on", sft(*two, "--adapters", str(last.folder), "--max-steps", "1")),
         ]
     )
     for name, run in later.items():
@@ -87,8 +88,7 @@ def test_the_numbers_of_one_process_from_the_first_step_to_the_merged_model(comm
             continue
         assert run.code == 0, f"{name}:\n{run.output}"
     assert later["again"].series("loss") == last.series("loss")[2:]
-    if on:
-        assert later["on"].series("loss")[0] < one.series("loss")[0]
+    assert later["on"].series("loss")[0] < one.series("loss")[0]
     if kind == "beft":  # it learns biases, which these layers do not have
         return
     merged, early = (load_file(later[name].folder / "model.safetensors") for name in ("merged", "checkpoint"))
@@ -96,6 +96,39 @@ def test_the_numbers_of_one_process_from_the_first_step_to_the_merged_model(comm
         torch.testing.assert_close(value, early[name], rtol=1e-5, atol=1e-6)
     said = [later[name].output.splitlines()[-1] for name in ("asked", "asked merged")]
     assert said[0] == said[1]
+
+
+@pytest.mark.slow
+def test_ranks_that_a_run_has_chosen_are_trained_on(commands, sft) -> None:
+    """On one process and on two, and after a stop; some layers have none."""
+    few = ["--tuner-arguments", "init_r=3", "target_r=1", "tfinal=2", "deltaT=1"]
+    (begun,) = commands([("begun", sft("--tuner", "adalora", *few, "--learning-rate", "3e-2"))]).values()
+    on = ["--adapters", str(begun.folder), "--max-steps", "3"]
+    done = commands(
+        [
+            ("on", sft(*on)),
+            ("two", sft(*on, "--nproc", "2", "--stage", "3", "--save-steps", "1")),
+            ("again", sft(*on, "--resume", "RUNS/two/checkpoint-1")),
+            ("merged", ["export", "RUNS/two", "OUT"]),
+            ("checkpoint", ["export", "RUNS/two/checkpoint-3", "OUT"]),
+        ]
+    )
+    for name, run in done.items():
+        assert run.code == 0, f"{name}:\n{run.output}"
+    alone, two = done["on"], done["two"]
+    for key in ("loss", "grad_norm"):
+        assert two.series(key) == pytest.approx(alone.series(key), rel=2e-4)
+        assert done["again"].series(key) == pytest.approx(two.series(key)[1:], rel=2e-4)
+    assert alone.series("loss")[0] < begun.series("loss")[0]
+    said = [json.loads((run.folder / "model" / "adapter_config.json").read_text()) for run in (begun, alone, two)]
+    kept = [sum(ranks) for ranks in said[0]["rank_pattern"].values()]
+    assert min(kept) == 0 < max(kept)
+    assert said[0]["rank_pattern"] == said[1]["rank_pattern"] == said[2]["rank_pattern"]
+    sizes = [{n: v.shape for n, v in load_file(run.folder / "model" / OF_ADAPTERS[0]).items()} for run in (begun, two)]
+    assert sizes[0] == sizes[1]
+    merged, early = (load_file(done[name].folder / "model.safetensors") for name in ("merged", "checkpoint"))
+    for name, value in merged.items():
+        torch.testing.assert_close(value, early[name], rtol=1e-5, atol=1e-6)
 
 
 def computed_in_half(tiny: Path, kind: str, quantize: str | None) -> tuple[float, list[bool]]:

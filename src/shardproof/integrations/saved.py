@@ -48,10 +48,12 @@ def pick_adapters(
 
 def saved_names(model: nn.Module) -> set[str]:
     """The entries of the state dict that `save_pretrained` writes: of a PEFT model, what PEFT picks from stand-ins."""
-    names = set(model.state_dict(keep_vars=True))
+    values = model.state_dict(keep_vars=True)
+    names = set(values)
     if not adapters_of(model):
         return names
-    stand_ins = {name: torch.empty(0, device="meta") for name in names}
+    # AdaLoRA looks how many ranks there are.
+    stand_ins = {name: torch.empty(getattr(value, "shape", 0), device="meta") for name, value in values.items()}
     name_of = {id(stand_in): name for name, stand_in in stand_ins.items()}
     picked = {name_of.get(id(value), "") for value in pick_adapters(model, stand_ins)}
     # A tuner that makes new tensors of the weights may need any of them.

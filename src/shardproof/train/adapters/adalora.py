@@ -30,6 +30,8 @@ class RanksMixin(Base):
 
     PEFT adds its term to the loss that a model's forward returns: to each micro-batch's, undivided, and not at all
     where the loss is computed of the logits. Here it is a backward pass of its own, once a step.
+
+    Adapters whose ranks were chosen by another run are trained with these.
     """
 
     deterministic: bool = False
@@ -41,7 +43,8 @@ class RanksMixin(Base):
             from peft.tuners.tuners_utils import BaseTuner
 
             self.ranks.forward = types.MethodType(BaseTuner.forward, self.ranks)
-            self.add_callback(_MovesRanks(self.ranks))
+            if self._own.rank_pattern is None:  # those of --adapters keep the ranks that they have
+                self.add_callback(_MovesRanks(self.ranks))
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)

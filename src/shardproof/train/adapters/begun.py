@@ -16,7 +16,7 @@ from shardproof.errors import ConfigError, exported
 from shardproof.models.families.anatomy import anatomy
 from shardproof.models.loading.weight_files import weight_map
 from shardproof.models.loading.whole_files import OF_ADAPTERS, check_whole_files
-from shardproof.train.adapters.kinds import OURS
+from shardproof.train.adapters.kinds import IDLE, OURS
 from shardproof.train.adapters.targets import ALL
 from shardproof.train.folder import ADAPTER, MODEL, base_of, other_weights
 from shardproof.train.model.changes import CHANGES, TOKENS, changed_by, read_whole, tokens_of
@@ -73,7 +73,7 @@ def adapter_folder(named: str, option: str = "--adapters") -> Path:
     check_whole_files(folder)
     said = said_of(folder)
     kind = str(said.get("peft_type"))
-    if kind.lower() not in (LORA, *KINDS) or kind.lower() == ADALORA:
+    if kind.lower() not in (LORA, *KINDS) or (kind.lower() == ADALORA and option != "--adapters"):
         instead = f"They are {NEVER_MERGED}" if kind in BESIDE else f"Merge them first: {exported(named)}"
         raise ConfigError(f"{option} {named}: these are {kind}, which is not trained on here. {instead}.")
     if (begun_as := str(said.get("init_lora_weights")).lower()).startswith(CHANGING):
@@ -115,6 +115,8 @@ def begun(config: Config) -> Config:
             f" in a row of a batch. Leave {flag(together[0])} out."
         )
     kind = str(said["peft_type"]).lower()
+    if kind == ADALORA and config.command == "rlhf":  # PEFT has one of them in a model
+        raise ConfigError(f"--adapters {config.adapters}: rlhf trains no AdaLoRA on. Merge it: {exported(folder)}.")
     found: dict[str, Any] = {"tuner": kind, "adapters": str(folder.absolute())}
     if "tuner" in given and config.tuner != kind:
         raise ConfigError(
@@ -124,7 +126,7 @@ def begun(config: Config) -> Config:
         found["model"] = base_of(folder)
         check_base(folder, found["model"], folder / ADAPTER)
     if kind != LORA:
-        found["tuner_arguments"] = _arguments(config, said)
+        found["tuner_arguments"] = _arguments(config, said, kind)
     for theirs, ours in (OPTIONS if kind == LORA else OF_ANY).items():
         value = _in_our_words(ours, said.get(theirs), type(config))
         if ours in given and ours not in FREE and not _agree(getattr(config, ours), value):
@@ -156,7 +158,7 @@ def check_reference(config: RlhfConfig) -> None:
             )
 
 
-def _arguments(config: RunConfig, said: dict[str, Any]) -> dict[str, str]:
+def _arguments(config: RunConfig, said: dict[str, Any], kind: str) -> dict[str, str]:
     """--tuner-arguments that these adapters were made with.
 
     Raises:
@@ -169,7 +171,7 @@ def _arguments(config: RunConfig, said: dict[str, Any]) -> dict[str, str]:
                 f"--adapters {config.adapters} and --tuner-arguments {name}={value}: they were made with"
                 f" {made.get(name, 'no such argument')}, and stay so. Leave it out."
             )
-    return {name: value for name, value in made.items() if name not in OURS}
+    return {name: value for name, value in made.items() if name not in (*OURS, *IDLE.get(kind, ()))}
 
 
 def other_bases(config: RunConfig) -> list[str]:

@@ -51,7 +51,7 @@ def check_arguments(config: RunConfig) -> None:
 
 def check_steps(config: RunConfig, steps: int) -> None:
     """Raise ConfigError where ranks are to be moved in other steps than a run has."""
-    if config.tuner != ADALORA:
+    if config.tuner != ADALORA or config.adapters:  # which have their ranks
         return
     given = takes(ADALORA) | arguments_of(ADALORA, config.tuner_arguments)
     first, last = given["tinit"], steps - given["tfinal"]

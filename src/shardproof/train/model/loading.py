@@ -35,7 +35,7 @@ from shardproof.train.model.new_blocks import add_blocks
 from shardproof.train.model.parts import freeze_head
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.option import REPORTS
-from shardproof.train.options.tuners import ADALORA, KINDS, LORA, reads_weights
+from shardproof.train.options.tuners import KINDS, LORA, reads_weights
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TINY = "tiny"
@@ -119,7 +119,7 @@ def _of_adapters(folder: Path, named: str | Path, option: str) -> str:
     if (kind := said.get("peft_type")) in BESIDE:
         return f"They are PEFT's {kind}, {NEVER_MERGED}. Their model: {said.get('base_model_name_or_path')}."
     goes_on = str(kind).lower()
-    go_on = goes_on in (LORA, *KINDS) and goes_on != ADALORA and option == "--model"
+    go_on = goes_on in (LORA, *KINDS) and option == "--model"
     first = f"Merge them into their model first: {exported(named, option)}."
     return f"{first} Or continue training them: --adapters {named}." if go_on else first
 
