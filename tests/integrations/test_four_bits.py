@@ -18,7 +18,7 @@ def llama(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(vocab_size=67, num_key_value_heads=2, **sizes)).save_pretrained(folder)
 
 
@@ -29,6 +29,23 @@ def theirs(folder: str, **packed: Any) -> Any:
 
     options = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **packed)} if packed else {}
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("shape", [(64, 128), (64, 96), (24, 32), (10, 130), (6, 7)])
+def test_blocks_run_on_from_one_row_to_the_next(shape: tuple[int, int], kind: str) -> None:
+    """By what each number of four bits stands for, on any processor."""
+    aside.bitsandbytes()
+    from bitsandbytes.functional import quantize_4bit
+
+    from shardproof.integrations.four_bits import whole
+
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    packed, state = quantize_4bit(weight, quant_type=kind, blocksize=64, compress_statistics=False)
+    codes = torch.stack([packed.flatten() >> 4, packed.flatten() & 15], 1).flatten().long()
+    scales = state.absmax.repeat_interleave(64)[: len(codes)]
+    expected = (state.code[codes] * scales)[: weight.numel()].view(shape)
+    assert whole(packed, state).equal(expected)
 
 
 NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
@@ -82,7 +99,7 @@ def sharded(folder: str, way: str, stage: int) -> list[float]:
         assert shardproof.stats(model)
 
     found = step(ours(folder, way), shard)
-    packed = (2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64) // 2  # bytes of a layer
+    packed = (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64) // 2  # bytes of a layer
     assert all(size == pytest.approx(packed, rel=0.02) for size in held[0])
     return found
 

@@ -7,6 +7,7 @@ asks for it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
@@ -74,7 +75,7 @@ class FourBitLinear(nn.Linear):
 
     def unpack(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weight: [out, in] in `dtype`, of its packed bytes."""
-        from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise
+        from bitsandbytes.functional import QuantState, dequantize_blockwise
 
         if self.source is not None:  # this rank has no part of the weight, and was never asked for one
             self.pack()
@@ -83,7 +84,7 @@ class FourBitLinear(nn.Linear):
             numbers = {"absmax": self.scales_of_scales, "code": self.steps, "blocksize": SCALES}
             scales = dequantize_blockwise(scales, **numbers) + self.offset
         state = QuantState(scales, self.whole_shape, blocksize=self.block, quant_type=self.kind, dtype=dtype)
-        return dequantize_4bit(packed, state)
+        return whole(packed, state)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         out = _Product.apply(input, self.weight, self)
@@ -91,6 +92,17 @@ class FourBitLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.kind}"
+
+
+def whole(packed: torch.Tensor, state: Any) -> torch.Tensor:
+    """The weight that bitsandbytes has packed. Its blocks run on from one row to the next, and kernels of its for CPUs
+    with AVX-512 (0.50) begin one in each row: they are told of rows that are blocks."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    shape, flat = torch.Size(state.shape), copy.copy(state)
+    blocks, rest = divmod(shape.numel(), state.blocksize)
+    flat.shape = torch.Size((1, shape.numel()) if rest else (blocks, state.blocksize))
+    return cast("torch.Tensor", dequantize_4bit(packed, flat)).reshape(shape)
 
 
 class _Product(torch.autograd.Function):

@@ -61,6 +61,7 @@ from shardproof.train.settings import mixed_precision
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 ROUNDED = 1e-2  # what rounding may, in half precision
+OF_SOME_CPUS = "support_avx512bf16_for_cpu"  # an attribute of bitsandbytes' layers
 
 
 @dataclass
@@ -198,7 +199,11 @@ def _written(folder: Path) -> Iterator[None]:
 
 def plainly(kind: Any, source: str, **options: Any) -> Any:
     """As anybody loads it: packed weights are computed with as they are, and not unpacked for training."""
-    return kind.from_pretrained(source, **options)
+    model = kind.from_pretrained(source, **options)
+    for module in model.modules():
+        if hasattr(module, OF_SOME_CPUS):  # bitsandbytes' layout for them takes no rows that its blocks do not divide
+            setattr(module, OF_SOME_CPUS, False)
+    return model
 
 
 def _sums(model: Any) -> dict[str, int]:

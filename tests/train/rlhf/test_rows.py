@@ -16,7 +16,7 @@ from shardproof.data.rows import Row, read_rows
 from shardproof.errors import ConfigError, DataError
 from shardproof.train.options.config import Batch
 from shardproof.train.options.rlhf_config import RlhfConfig
-from shardproof.train.rlhf.algorithms import ALGORITHMS, check_algorithm
+from shardproof.train.rlhf.algorithms import ALGORITHMS, check_cut
 from shardproof.train.rlhf.behind import BEHIND
 from shardproof.train.rlhf.rewards import check_rewarded
 from shardproof.train.rlhf.rows import encode, example_of, form_of
@@ -353,9 +353,9 @@ def test_rows_that_would_not_be_cut_so_are_refused(kind: str, how: Any, said: st
     config = config.model_copy(update={} if kind == "gkd" else {"teacher_model": None})
     config = config.model_copy(update={} if kind == "grpo" else {"reward_funcs": []})
     with pytest.raises(ConfigError, match=said):
-        check_algorithm(config, config.batch(1))
+        check_cut(config)
     for other in ("drop", "raise", *ALGORITHMS[kind].cuts):
-        check_algorithm(config.model_copy(update={"truncation": other}), config.batch(1))
+        check_cut(config.model_copy(update={"truncation": other}))
 
 
 @pytest.mark.parametrize(

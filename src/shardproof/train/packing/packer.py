@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardproof.errors import ConfigError
+from shardproof.integrations.four_bits import whole
 from shardproof.train.packing.calibrated import calibrate
 from shardproof.train.packing.files import pack_folder
 from shardproof.train.packing.kinds import Packing
@@ -121,7 +122,5 @@ def _sample(model: Any, name: str) -> torch.Tensor:
     weight = model.get_parameter(name)
     state = getattr(weight, "quant_state", None)
     if state is not None:
-        from bitsandbytes.functional import dequantize_4bit
-
-        weight = dequantize_4bit(weight.data, state)
+        weight = whole(weight.data, state)
     return sampled(weight)
