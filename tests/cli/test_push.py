@@ -15,6 +15,7 @@ import pytest
 
 from shardproof.cli import export, push, swift
 from shardproof.errors import ConfigError
+from shardproof.models.tiny import build_tiny
 
 TOKENS: dict[str, dict[str, Any]] = {
     "hf_writes": {"role": "write"},
@@ -235,6 +236,17 @@ def test_a_hub_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids to ask a hub"):
         push.target("me/mine", False, None)
+
+
+@pytest.mark.slow
+def test_what_the_command_writes_is_pushed(hub: Hub, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source, out = build_tiny(tmp_path / "tiny", ["the shard holds a rank"]), tmp_path / "out"
+    argv = [str(source), str(out), "--push-to-hub", "me/mine", "--hub-token", "hf_of_this", "--private"]
+    assert export.run(argv) == 0
+    assert hub.repos == {"me/mine": (True, files_of(out))}
+    said = "".join(capfd.readouterr())
+    assert f"pushed: {hub.url}/me/mine" in said
+    assert "hf_" not in said
 
 
 @pytest.mark.parametrize("option", [["--private"], ["--hub-token", "hf_writes"]])
