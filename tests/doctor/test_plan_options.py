@@ -363,6 +363,7 @@ NOT_COUNTED = {
     *("lora_alpha", "lorap_lr_ratio", "part_learning_rates", "eval_on_start", "router_aux_loss_coef"),
     *(
         "dataset",
+        "max_epochs",
         "val_dataset",
         "cached_dataset",
         "cached_val_dataset",

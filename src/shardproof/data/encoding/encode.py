@@ -165,9 +165,8 @@ def encode_rows(
         DataError: a row cannot be used; a row is too long and may not be; no row is left.
     """
     checked_length(max_length)
-    encoder = Encoder(tokenizer, loss, system, bad_rows, weights)
-    report, columns, places, numbers, cut = EncodeReport(), Columns(), Places(), array("q"), array("q")
-    bad: list[BadRow] = []
+    encoder, numbers, cut = Encoder(tokenizer, loss, system, bad_rows, weights), array("q"), array("q")
+    report, columns, places, bad = EncodeReport(), Columns(), Places(), list[BadRow]()
     for row, labelled in learnt_of(walk(rows, encoder.packed, workers), max_length, truncation, report, bad):
         columns.append(*labelled)
         places.append(row)

@@ -110,6 +110,8 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
 
 
 def _swap(held: torch.Tensor, other: torch.Tensor) -> None:
+    if isinstance(held, ShardedParameter):  # a node of the graph that is shown again holds it
+        held.flat.standing.show_anew()
     try:
         torch.utils.swap_tensors(held, other)
     except RuntimeError as error:
