@@ -54,7 +54,7 @@ def test_words_that_were_added_with_and_without_a_space_are_no_special_tokens():
 @pytest.mark.parametrize(("dropped", "status"), [(4, "ok"), (58, "warn"), (95, "fail")])
 def test_a_run_on_the_shorter_rows_is_told_and_no_failure(dropped, status):
     """As examples/rlhf learns from four of ten solutions."""
-    from shardproof.data.encoding.encode import EncodeReport
+    from shardproof.data.encoding.report import EncodeReport
 
     report = EncodeReport(100, 100 - dropped, 0, dropped, 0, 5000, 2000, 566, 61)
     assert statuses(data_checks.lengths(report, DoctorConfig()))["lengths"] == status
@@ -103,7 +103,7 @@ def test_padding_is_told(options: dict[str, Any], told: str | None):
     ("row", "status"), [({"query": "a", "response": "b"}, "warn"), ({"text": "a b"}, "ok")], ids=["asked", "raw"]
 )
 def test_raw_text_is_learnt_whole_and_has_no_questions(row, status, tmp_path):
-    from shardproof.data.encoding.encode import EncodeReport
+    from shardproof.data.encoding.report import EncodeReport
     from shardproof.data.forms.formats import SFT
     from shardproof.data.rows import read_rows
 

@@ -151,7 +151,7 @@ def test_a_token_that_stands_for_a_file_is_counted(tiny: Path) -> None:
 
 def test_on_a_terminal_what_is_not_learnt_is_grey(capsys, monkeypatch) -> None:
     from shardproof.cli.data import print_rows
-    from shardproof.data.encoding.encode import EncodeReport
+    from shardproof.data.encoding.report import EncodeReport
     from shardproof.train.show import Part, Shown
 
     monkeypatch.setenv("FORCE_COLOR", "1")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.data.encoding.encode import EncodeReport
+from shardproof.data.encoding.report import EncodeReport
 from shardproof.data.rows import BadRow
 from shardproof.data.stream import Block, Place
 from shardproof.train.rows.streams import Told

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.data.encoding.columns import NAMES, Columns
-from shardproof.data.encoding.encode import Labelled
+from shardproof.data.encoding.report import Labelled
 from shardproof.data.forms.parts import Problem, parts_of
 from shardproof.data.media.encode import MediaEncoder
 from shardproof.data.media.reading import state_of

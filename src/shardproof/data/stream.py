@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shardproof.data.encoding.columns import Columns
-from shardproof.data.encoding.encode import Encoder, EncodeReport, checked_length, learnt_of, nothing_left
+from shardproof.data.encoding.encode import Encoder, learnt_of
 from shardproof.data.encoding.pack import pack_rows
+from shardproof.data.encoding.report import EncodeReport, checked_length, nothing_left
 from shardproof.data.forms.formats import SUPERVISED, Form, Problem
 from shardproof.data.forms.halves import refuse_halves
 from shardproof.data.forms.parts import text_of

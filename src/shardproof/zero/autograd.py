@@ -123,22 +123,20 @@ class Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        gradients = ctx.flat.engine.gradients
+        gradients, got = ctx.flat.engine.gradients, []
         returned: list[torch.Tensor | None] = [None] * len(grads)
-        got = [(index, grad) for index, grad in zip(ctx.indices, grads, strict=True) if grad is not None]
-        before, *leaves = (node for node, _ in ctx.next_functions)
-        # `loss.backward(inputs=[...])` may name some of them: the others' gradients come, and are not asked for. Nobody
-        # names what comes before: where that is asked for, all are.
-        if ctx.flat.captured is None and not asked_for(before):
-            got = []
-            for place, (index, grad) in enumerate(zip(ctx.indices, grads, strict=True)):
-                if grad is None:
-                    continue
-                asked = asked_for(leaves[place])
-                if asked is None:
-                    returned[place] = gradients.hooked(ctx.flat, index, grad)
-                elif asked:
-                    got.append((index, grad))
+        (before, _), *leaves = ctx.next_functions  # which torch makes anew each time
+        # Nobody names the gather, or the leaf: where that is asked for, all are.
+        every = ctx.flat.captured is not None or asked_for(before)
+        for place, (index, grad) in enumerate(zip(ctx.indices, grads, strict=True)):
+            if grad is None:
+                continue
+            # `loss.backward(inputs=[...])` may name some of them: the others' gradients come, and are not asked for.
+            asked = every or asked_for(leaves[place][0])
+            if asked is None:
+                returned[place] = gradients.hooked(ctx.flat, index, grad)
+            elif asked:
+                got.append((index, grad))
         if got:
             gradients.receive(ctx.flat, got, ctx.collected)
         reduced = None

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from shardproof.data.encoding.encode import EncodeReport, Truncation, collate, nothing_left, walk
+from shardproof.data.encoding.encode import collate, walk
 from shardproof.data.encoding.labelled import LabelledEncoder, longest_of
+from shardproof.data.encoding.report import EncodeReport, Truncation, nothing_left
 from shardproof.data.forms.formats import SYSTEM
 from shardproof.data.forms.matches import LABEL, NEGATIVE, POSITIVE, turns_of_found
 from shardproof.data.forms.parts import Problem, has_files

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from shardproof.data.encoding.beside import in_order, told_of
 from shardproof.data.encoding.columns import Columns
@@ -22,11 +21,12 @@ from shardproof.data.encoding.learnt import (
     past_empty_thoughts,
     with_weights,
 )
+from shardproof.data.encoding.report import EncodeReport, Labelled, Truncation, checked_length, nothing_left
 from shardproof.data.encoding.seen import Seen, refusals
 from shardproof.data.encoding.template import Template
 from shardproof.data.encoding.weights import Weights, batch_of_weights, laid_over, parts_of_text
 from shardproof.data.forms.parts import Problem, parts_of
-from shardproof.data.rows import BadRow, BadRows, Places, Row, Rows, describe_bad, pass_over
+from shardproof.data.rows import BadRow, BadRows, Places, Row, Rows, pass_over
 from shardproof.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -35,91 +35,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CUT = "let rows be cut with --truncation"
-
-Truncation = Literal["drop", "right", "left", "split", "raise"]
 Learnt = Literal["answer", "last_round", "all", "answer+ignore_empty_think", "last_round+ignore_empty_think"]
-Labelled = tuple[MutableSequence[Any], ...]  # token ids, labels and, where some weigh more than others, weights
 
 _BATCH = 512  # rows tokenised in one call
 _PART = 64  # rows that a process hands over at once
 _FEW = 2000  # rows, encoded in a second or two: up to here processes are not worth their start
-
-
-@dataclass
-class EncodeReport:
-    """What became of the rows. `kept + dropped + unlearnable == rows`; `truncated` rows are among the kept ones, and so
-    are those that became several: `pieces`."""
-
-    rows: int = 0
-    kept: int = 0
-    truncated: int = 0
-    dropped: int = 0  # longer than max_length
-    unlearnable: int = 0  # truncation cut off every token of the answer
-    tokens: int = 0
-    learnt_tokens: int = 0
-    longest: int = 0  # tokens, before truncation
-    shortest: int = 0
-    split: int = 0
-    pieces: int = 0
-
-    def take(self, row: Row, labelled: Labelled, max_length: int | None, truncation: Truncation) -> list[Labelled]:
-        """Count a row. Returns what is learnt of it: one part as a rule, several where it is split, or none.
-
-        Raises:
-            DataError: it is too long, and that is an error.
-        """
-        length = len(labelled[0])
-        self.longest = max(self.longest, length)
-        self.shortest = min(self.shortest or length, length)
-        if max_length is not None and length > max_length:
-            if truncation == "raise":
-                raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {max_length}.")
-            if truncation == "split" and IGNORE not in labelled[1][1:]:
-                return self._take_pieces(labelled, max_length)
-            if truncation in ("drop", "split"):
-                self.dropped += 1
-                return []
-            part = slice(max_length) if truncation == "right" else slice(length - max_length, length)
-            labelled = tuple(column[part] for column in labelled)
-        labels = labelled[1]
-        learnt = len(labels) - labels.count(IGNORE)
-        if learnt == 0 or (learnt == 1 and labels[0] != IGNORE):  # the first token is never predicted
-            self.unlearnable += 1
-            return []
-        self.kept += 1
-        self.truncated += len(labels) < length
-        self.tokens += len(labels)
-        self.learnt_tokens += learnt
-        return [labelled]
-
-    def _take_pieces(self, labelled: Labelled, size: int) -> list[Labelled]:
-        """A long text, one piece after the other; a last token alone has nothing to be predicted from."""
-        parts = [slice(start, start + size) for start in range(0, len(labelled[0]) - 1, size)]
-        pieces: list[Labelled] = [tuple(column[part] for column in labelled) for part in parts]
-        self.kept, self.split, self.pieces = self.kept + 1, self.split + 1, self.pieces + len(pieces)
-        self.tokens += sum(len(ids) for ids, *_ in pieces)
-        self.learnt_tokens += sum(len(labels) - labels.count(IGNORE) for _, labels, *_ in pieces)
-        return pieces
-
-    def plus(self, other: Self) -> Self:
-        """Of these rows and those together."""
-        shortest = min((one.shortest for one in (self, other) if one.rows), default=0)
-        added = ("rows", "kept", "truncated", "split", "pieces", "dropped", "unlearnable", "tokens", "learnt_tokens")
-        sums = {name: getattr(self, name) + getattr(other, name) for name in added}
-        return replace(self, **sums, longest=max(self.longest, other.longest), shortest=shortest)
-
-    def __str__(self) -> str:
-        parts = [f"{self.kept} rows, {self.tokens} tokens, {self.learnt_tokens} of them learnt"]
-        if self.truncated:
-            parts.append(f"{self.truncated} rows cut")
-        if self.split:
-            parts.append(f"{self.split} rows split into {self.pieces}")
-        if self.dropped:
-            parts.append(f"{self.dropped} rows left out as too long (the longest: {self.longest} tokens)")
-        if self.unlearnable:
-            parts.append(f"{self.unlearnable} rows left out because the cut took their whole answer")
-        return "; ".join(parts)
 
 
 def encode_rows(
@@ -165,13 +85,15 @@ def encode_rows(
         DataError: a row cannot be used; a row is too long and may not be; no row is left.
     """
     checked_length(max_length)
-    encoder, numbers, cut = Encoder(tokenizer, loss, system, bad_rows, weights), array("q"), array("q")
-    report, columns, places, bad = EncodeReport(), Columns(), Places(), list[BadRow]()
+    encoder = Encoder(tokenizer, loss, system, bad_rows, weights)
+    report, columns, places, numbers, cut = EncodeReport(), Columns(), Places(), array("q"), array("q")
+    bad: list[BadRow] = []
     for row, labelled in learnt_of(walk(rows, encoder.packed, workers), max_length, truncation, report, bad):
         columns.append(*labelled)
         places.append(row)
         numbers.append(report.rows + len(bad) - 1)
-        cut.extend(numbers[-1:] if report.truncated > len(cut) else ())
+        if report.truncated > len(cut):
+            cut.append(numbers[-1])
     pass_over(rows, bad, report.rows, bad_rows)
     if not report.kept:
         raise DataError(nothing_left(report, max_length, bad))
@@ -237,31 +159,6 @@ def collate(features: Sequence[Mapping[str, Sequence[int]]], pad_token_id: int) 
         labels[i, :n] = torch.as_tensor(feature["labels"])
     batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
     return batch | batch_of_weights(features, labels)
-
-
-def checked_length(max_length: int | None) -> None:
-    """Raise ConfigError for a longest row that can hold nothing."""
-    if max_length is not None and max_length < 2:
-        raise ConfigError(f"--max-length {max_length} leaves no room for a question and an answer; take at least 2.")
-
-
-def nothing_left(report: EncodeReport, max_length: int | None, bad: Sequence[BadRow] = (), shorter: str = CUT) -> str:
-    """Why no row is left to train on; `bad`: those that were left out beside the counted ones; `shorter`: what makes
-    rows shorter."""
-    if bad:
-        told = describe_bad(bad, report.rows + len(bad), None, "")
-        return f"{nothing_left(report, max_length, shorter=shorter)}\n{told}"
-    if not report.rows:
-        return "There is no row to train on."
-    if report.dropped == report.rows:
-        return (
-            f"Every row is longer than --max-length {max_length}: the {report.rows} rows have {report.shortest} to"
-            f" {report.longest} tokens.\nRaise --max-length, or {shorter}."
-        )
-    return (
-        f"No row has an answer within --max-length {max_length}: of {report.rows} rows {report.dropped} are too long"
-        f" and {report.unlearnable} have no token left to learn.\nRaise --max-length."
-    )
 
 
 class Encoder:

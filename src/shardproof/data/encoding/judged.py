@@ -15,8 +15,8 @@ from itertools import takewhile
 from typing import Any
 
 from shardproof.data.encoding.embed import OF_TEXT, names_files
-from shardproof.data.encoding.encode import Truncation
 from shardproof.data.encoding.rank import Pair, PairEncoder
+from shardproof.data.encoding.report import Truncation
 from shardproof.data.encoding.seen import refusals
 from shardproof.data.encoding.template import MARK
 from shardproof.data.forms.formats import SYSTEM, with_system

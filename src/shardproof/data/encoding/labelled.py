@@ -17,15 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from shardproof.data.encoding.encode import (
-    CUT,
-    Encoder,
-    EncodeReport,
-    Truncation,
-    collate,
-    nothing_left,
-    walk,
-)
+from shardproof.data.encoding.encode import Encoder, collate, walk
+from shardproof.data.encoding.report import CUT, EncodeReport, Truncation, nothing_left
 from shardproof.data.encoding.seen import refusals
 from shardproof.data.encoding.template import Span
 from shardproof.data.forms.formats import with_system

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardproof.data.encoding.embed import OF_TEXT, MatchEncoder, names_files, prompt_of, texts_of
-from shardproof.data.encoding.encode import Truncation, collate
+from shardproof.data.encoding.encode import collate
 from shardproof.data.encoding.labelled import cut
+from shardproof.data.encoding.report import Truncation
 from shardproof.data.forms.formats import with_system
 from shardproof.data.forms.matches import NEGATIVE, POSITIVE
 from shardproof.data.forms.parts import Problem

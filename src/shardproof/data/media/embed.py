@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardproof.data.encoding.embed import MatchEncoder, key_of, turns_of
-from shardproof.data.encoding.encode import Truncation
 from shardproof.data.encoding.labelled import tools_of
+from shardproof.data.encoding.report import Truncation
 from shardproof.data.encoding.seen import refusals
 from shardproof.data.encoding.template import Span
 from shardproof.data.forms.formats import with_system

@@ -15,12 +15,9 @@ from inspect import Parameter, signature
 from typing import Any
 
 from shardproof.data.encoding.dated import on_day
-from shardproof.data.encoding.encode import (
-    Encoder,
-    Labelled,
-    Learnt,
-)
+from shardproof.data.encoding.encode import Encoder, Learnt
 from shardproof.data.encoding.learnt import Spans, labels_of
+from shardproof.data.encoding.report import Labelled
 from shardproof.data.encoding.seen import Seen, refusals
 from shardproof.data.encoding.weights import Weights
 from shardproof.data.forms.parts import KINDS, Problem, parts_of, placeholders, refusal, shown, text_of

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardproof.data.encoding.encode import Truncation
 from shardproof.data.encoding.labelled import tensor_of
 from shardproof.data.encoding.rank import relevances
+from shardproof.data.encoding.report import Truncation
 from shardproof.data.forms.formats import with_system
 from shardproof.data.forms.labels import LABEL, Label, Labels
 from shardproof.data.forms.matches import NEGATIVE, POSITIVE, turns_of_found

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.data.encoding.beside import in_order
 from shardproof.data.encoding.columns import Columns
-from shardproof.data.encoding.encode import CUT, EncodeReport, Truncation, checked_length, nothing_left
+from shardproof.data.encoding.report import CUT, EncodeReport, Truncation, checked_length, nothing_left
 from shardproof.data.forms.parts import Problem, has_files
 from shardproof.data.media.encode import MediaEncoder
 from shardproof.data.rows import BadRow, BadRows, Places, Row, Rows, pass_over

@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from shardproof.data.encoding.embed import MatchReport
-from shardproof.data.encoding.encode import EncodeReport
 from shardproof.data.encoding.labelled import LabelReport
+from shardproof.data.encoding.report import EncodeReport
 from shardproof.data.encoding.template import stops
 from shardproof.data.forms.labels import SHOWN
 from shardproof.data.forms.parts import has_files

@@ -23,7 +23,7 @@ from typing import Any
 from shardproof.data.cached import CachedRows, counted, opened, said_in
 from shardproof.data.encoding.columns import with_weights
 from shardproof.data.encoding.dated import day_of, writes_day
-from shardproof.data.encoding.encode import EncodeReport, nothing_left
+from shardproof.data.encoding.report import EncodeReport, nothing_left
 from shardproof.data.media.limits import LIMITS
 from shardproof.data.rows import Rows, drawn, parse_spec
 from shardproof.errors import ConfigError, DataError

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardproof.data.encoding.encode import EncodeReport
+from shardproof.data.encoding.report import EncodeReport
 from shardproof.data.rows import BadRow
 from shardproof.data.stream import Block, EncodedStream, Place, Position, batches
 from shardproof.errors import DataError
