@@ -123,3 +123,22 @@ def in_tables(page: Path) -> set[str]:
 def test_the_page_about_swift_has_the_same_options_in_both_languages() -> None:
     english, chinese = (ROOT / "docs" / folder / "moving-from-swift.md" for folder in ("", "zh"))
     assert in_tables(english) == in_tables(chinese)
+
+
+def test_the_rows_that_are_shown_are_read(tmp_path) -> None:
+    from shardproof.data.forms.formats import SFT
+    from shardproof.data.rows import read_rows
+
+    (rows,) = blocks(ROOT / "docs" / "rows.md", "json")
+    (tmp_path / "rows.jsonl").write_text(rows)
+    assert len(read_rows([tmp_path / "rows.jsonl"], form=SFT)) == len(rows.splitlines()) == 6
+
+
+def test_the_reward_function_that_is_shown_is_one(tmp_path) -> None:
+    from shardproof.train.rlhf.rewards import load_rewards
+
+    (text,) = blocks(ROOT / "docs" / "rlhf.md", "python")
+    (tmp_path / "my_rewards.py").write_text(text)
+    (brevity,) = load_rewards([f"{tmp_path / 'my_rewards.py'}:brevity"], "", 1)
+    completions = [[{"role": "assistant", "content": text}] for text in ("short", "long" * 100)]
+    assert brevity(prompts=["", ""], completions=completions, completion_ids=[[1], [1]]) == [1.0, 0.0]
