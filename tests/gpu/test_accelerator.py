@@ -142,8 +142,9 @@ def behind_the_first_steps(names: list[str], stage: int, backend: str) -> None:
 
 
 @accelerator
-def test_one_rank_behind_the_first_steps(run):
-    run(1, behind_the_first_steps, list(CASES), 3, GLOO, timeout=600)
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank_behind_the_first_steps(run, name):
+    run(1, behind_the_first_steps, [name], 3, GLOO)
 
 
 @pytest.mark.parametrize("backend", [GLOO, OWN])

@@ -1683,7 +1683,7 @@ case("gradient_hooks_on_parameters", sharded=_scale_gradient)
 def _trains_some_rows() -> Net:
     """With hooks from before it is sharded, as code that trains some tokens of an embedding has them."""
     model = Net()
-    model.embed.weight.register_hook(lambda grad: grad * (torch.arange(len(grad)) < 2)[:, None])
+    model.embed.weight.register_hook(lambda grad: grad * (torch.arange(len(grad), device=grad.device) < 2)[:, None])
     model.head.bias.register_hook(lambda grad: grad + 0.01)
     return model
 

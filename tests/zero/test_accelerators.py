@@ -171,17 +171,19 @@ class FailingWork:
         raise self.error
 
 
-def an_error_of_a_kernel() -> str:
+def an_error_of_this_rank(kind: type[Exception], text: str) -> str:
     model = shardproof.shard(Net(), 3, device="cpu")
     waiting = model._shardproof.streams.waiting(model._shardproof.number, 0)
-    with pytest.raises(torch.AcceleratorError, match="device-side assert") as raised, waiting:
-        FailingWork(torch.AcceleratorError("CUDA error: device-side assert triggered")).wait()
+    with pytest.raises(kind) as raised, waiting:
+        FailingWork(kind(text)).wait()
     assert not isinstance(raised.value, DesyncError)
     return str(raised.value)
 
 
-def test_an_error_of_a_kernel_is_not_taken_for_a_rank_that_is_gone(run2):
-    assert run2(an_error_of_a_kernel) == ["CUDA error: device-side assert triggered"] * 2
+@pytest.mark.parametrize("kind", [torch.AcceleratorError, RuntimeError])
+def test_an_error_of_this_rank_is_not_taken_for_a_rank_that_is_gone(run2, kind):
+    text = "CUDA error: device-side assert triggered"
+    assert run2(an_error_of_this_rank, kind, text) == [text] * 2
 
 
 # --- what is under way when an optimizer steps -----------------------------------------------------

@@ -334,9 +334,9 @@ class Streams:
         watchdog.waits += 1
         try:
             yield
-        except (torch.AcceleratorError, torch.OutOfMemoryError):  # of this rank, and only told here: kernels are queued
-            raise
         except RuntimeError as problem:
+            if not is_closed_connection(problem):  # of this rank, and only told here: what was queued has failed
+                raise
             raise watchdog.lost(problem, rank) from None
         finally:
             watchdog.waiting = None

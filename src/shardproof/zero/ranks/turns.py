@@ -147,9 +147,11 @@ class TakesTurns:
     def meet(self, what: str, place: tuple[int, int] | None = None) -> None:
         """Wait until all ranks are here for the same thing, one of `consensus.MEETINGS`. What is exchanged next may be
         of one parameter, of the flat and the index that `place` names: ranks then mean the same one."""
-        if self.comm.size > 1:
-            with nullcontext() if self.watcher is None else self.watcher.meets(what):
-                self.streams.meet(self, what, place)
+        if self.comm.size == 1:
+            return
+        watched = nullcontext() if self.watcher is None else self.watcher.meets(what)
+        with watched, torch.inference_mode(False):  # what starts here is waited for elsewhere
+            self.streams.meet(self, what, place)
 
     def has_turns(self, operation: int) -> bool:
         """Whether an operation must start in the same order on all ranks, and so in its round. What is tagged may
