@@ -291,3 +291,14 @@ def test_the_rows_that_are_shown_have_the_system_message_of_a_file(tmp_path: Pat
     assert data.parse([*argv, str(file)])[0].system == parse([*argv, str(file)])[0].system == "Be brief."
     with pytest.raises(ConfigError, match=r"--system missing.txt ends in .txt and is read as a file"):
         data.parse([*argv, "missing.txt"])
+
+
+def test_help_wraps_the_values_of_an_option_that_has_many(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parser_of("sft").parse_args(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    (at,) = (number for number, line in enumerate(lines) if line.strip().startswith("--tuner "))
+    assert lines[at].split()[1] == "KIND"
+    assert "full, lora, adalora" in " ".join(" ".join(lines[at : at + 8]).split())

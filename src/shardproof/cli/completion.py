@@ -54,7 +54,7 @@ def script(shell: str) -> str:
     """The script for one of `SHELLS`."""
     import shtab
 
-    root = Parser(prog="shardproof", description="Fine-tune language models.", allow_abbrev=False)
+    root = Parser(prog="shardproof", description="Fine-tune language and omni models.", allow_abbrev=False)
     root.add_argument("--version", action="store_true", help="show the version")
     commands = root.add_subparsers(dest="command")
     for name, text in COMMANDS.items():

@@ -22,7 +22,7 @@ from shardproof.errors import (
 from shardproof.interrupts import interrupted, remembered
 
 COMMANDS = {
-    "sft": "fine-tune a language model on question/answer rows",
+    "sft": "fine-tune a model on conversations, questions and answers, or raw text; with files, too",
     "rlhf": "train on preferences, or on rewards for what the model writes",
     "plan": "show what fits and what is fastest at each stage, before anything is trained",
     "doctor": "say what would go wrong with a run, before anything is trained",
@@ -48,7 +48,7 @@ _WORKER = re.compile(r"\ACaught \w+ in DataLoader worker.*^shardproof\.errors\.\
 
 USAGE = f"""usage: shardproof COMMAND [options]
 
-Fine-tune language models; the sharding stage is a switch, not a rewrite.
+Fine-tune language and omni models; the sharding stage is a switch, not a rewrite.
 
 commands:
 {chr(10).join(f"  {name:12}{text}" for name, text in COMMANDS.items())}

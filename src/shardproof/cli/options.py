@@ -25,6 +25,7 @@ from shardproof.cli import elsewhere
 from shardproof.cli.from_swift import options as swift_options
 from shardproof.cli.from_swift import places as swift_places
 from shardproof.cli.from_swift.values import ADDED
+from shardproof.cli.help import Help
 from shardproof.data.forms.halves import printable
 from shardproof.data.sources.records import KINDS
 from shardproof.errors import ConfigError
@@ -81,7 +82,12 @@ def parser_for(
     """A parser with an option for each field of `model`, under the groups its fields name; `shown` are the groups that
     its help lists (all, where none is given)."""
     parser = Parser(
-        prog=prog, usage=usage, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
+        prog=prog,
+        usage=usage,
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=Help,
     )
     sections: dict[str, Any] = {}
     for name, field in model.model_fields.items():

@@ -1,4 +1,4 @@
-"""`shardproof sft`: fine-tune on question/answer rows."""
+"""`shardproof sft`: fine-tune on conversations, questions and answers, or raw text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from shardproof.cli import options, training
 from shardproof.train.options.config import SftConfig
 
-DESCRIPTION = """Fine-tune a language model on question/answer rows, on one or several processes and machines.
+DESCRIPTION = """Fine-tune a model on conversations, questions and answers, or raw text (with pictures, sounds, videos
+where it takes them), on one or several processes and machines.
 'shardproof sft run.yaml' reads options from a file; what stands on the command line wins."""
 
 
