@@ -49,7 +49,8 @@ class Accelerator(accelerate.Accelerator):
         stage: 0 replicates everything; 1 shards optimizer state; 2 gradients too; 3 parameters too.
         shard_options: more arguments of `shardproof.shard`: `units`, `dynamic`, `desync_timeout`, `inference_memory`,
             `offload`, `keep_gathered`.
-        args, kwargs: those of `accelerate.Accelerator`. `mixed_precision="bf16"` computes under autocast with weights
+        *args: those of `accelerate.Accelerator`.
+        **kwargs: those of `accelerate.Accelerator`. `mixed_precision="bf16"` computes under autocast with weights
             gathered in bf16 and float32 masters; plugins for other engines are refused.
 
     Raises:

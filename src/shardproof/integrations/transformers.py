@@ -81,8 +81,8 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
             says both of a single model, also of one of several that are trained.
         shard_group: how many ranks hold one copy of each model between them, for example those of a node; copies are
             kept equal. Default: all ranks hold one.
-        offload, keep_gathered: what lives elsewhere than on the device, and what stays gathered there, as for
-            `shardproof.shard`.
+        offload: what lives elsewhere than on the device, as for `shardproof.shard`.
+        keep_gathered: what stays gathered on it, as there.
 
     A trainer with more than one model that learns (a value beside the policy) names the others in `also_trained`.
 
