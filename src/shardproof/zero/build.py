@@ -224,6 +224,7 @@ class Builder:
             for buffer in model.buffers():
                 buffer.copy_(engine.comm.broadcast(buffer.detach().contiguous().clone()))
         self._cut(places)
+        engine.forget_shown()
         self._watch_root(unit_of)
         engine.fit_room()
         self._remember()
