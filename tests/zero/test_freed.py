@@ -16,6 +16,7 @@ import shardproof
 from distributed.harness import Alone, Sharded, train
 from shardproof.zero.tensors.parameter import ShardedValue
 from zero.graphs import CASES
+from zero.models import Net
 
 
 class Keeps(nn.Module):
@@ -80,6 +81,27 @@ def test_a_model_that_keeps_its_loss_goes_and_its_loss_may_stay(stage: int) -> N
     optimizer.step()
     assert torch.allclose(weight.detach(), before - 0.1 * weight.grad)
     assert weight.grad.abs().sum() > 0
+
+
+def list_of_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+@pytest.mark.parametrize("build", [list_of_layers, Net])
+def test_a_model_goes_without_a_search_for_circles(build, precision) -> None:
+    model = shardproof.shard(build(), 3, mixed_precision=precision)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+    there = weakref.ref(model)
+    gc.disable()
+    try:
+        del model, optimizer
+        assert there() is None
+    finally:
+        gc.enable()
 
 
 def values_there() -> int:

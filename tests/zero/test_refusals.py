@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardproof
 from shardproof.errors import EngineError
+from shardproof.zero.tensors.parameter import ShardedParameter
 from zero.models import FEATURES, Net
 
 X = torch.ones(2, FEATURES)
@@ -71,6 +74,44 @@ def test_an_edit_in_place_of_what_is_trained_is_refused_as_in_torch(stage):
             net.head.weight.mul_(2)
         with pytest.raises(RuntimeError, match=r"a leaf Variable that requires grad"):
             torch._foreach_mul_([net.head.weight], 2)
+
+
+class Acts(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.act is not None:
+            self.act(self.weight)
+        return super().forward(x)
+
+
+def refused_in_forward(stage: int, act: Callable[[torch.Tensor], object], frozen: bool, words: str) -> float:
+    """The layer's weight is unfrozen and used once more behind the refusal: its gradient."""
+    layer = Acts(2, 2)
+    nn.init.ones_(layer.weight)
+    layer.weight.requires_grad_(not frozen)
+    model = shardproof.shard(layer, stage)
+    model.act = act
+    with pytest.raises((EngineError, RuntimeError), match=words):
+        model(torch.ones(1, 2))
+    assert type(model.weight) is ShardedParameter
+    model.act = None
+    model.weight.requires_grad_(True)
+    model(torch.ones(1, 2)).sum().backward()
+    return float(model.weight.grad.whole().sum())
+
+
+def doubles(weight: torch.Tensor) -> None:
+    weight.mul_(2)
+
+
+def unfreezes(weight: torch.Tensor) -> None:
+    weight.requires_grad_(True)
+
+
+@pytest.mark.parametrize(("act", "words"), [(doubles, "leaf Variable.*'weight'"), (unfreezes, "'weight' was unfrozen")])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_so_is_what_a_forward_does_to_plain_tensors_that_would_be_lost_with_them(run2, stage, act, words):
+    assert refused_in_forward(stage, act, act is unfreezes, words) == 4
+    assert run2(refused_in_forward, stage, act, act is unfreezes, words) == [4, 4]
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardproof
@@ -91,8 +92,25 @@ def seen_twice_at(stage: int) -> bool:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_where_ranks_hold_everything_they_do(run2, stage):
-    assert run2(seen_twice_at, stage) == [stage == 0] * 2
+def test_of_several_ranks_none_does(run2, stage):
+    assert run2(seen_twice_at, stage) == [False] * 2
+
+
+def gradients_of_two_forwards(hooked: bool) -> list[torch.Tensor]:
+    """With a hook on rank 0 alone, as `wandb.watch` has it, from which on it would reduce more often than the other."""
+    model = shardproof.shard(net(), 0, dynamic="never")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    if hooked and dist.get_rank() == 0:
+        model[0].weight.register_hook(lambda grad: None)
+    (model(torch.ones(2, 4)).sum() + model(-torch.ones(2, 4)).square().sum()).backward()
+    return [p.grad.whole().clone() for p in model.parameters()]
+
+
+def test_a_hook_on_one_rank_makes_no_rank_reduce_more_often(run2):
+    with_it, without = run2(gradients_of_two_forwards, True), run2(gradients_of_two_forwards, False)
+    for got, expected in zip(with_it[0] + with_it[1], without[0] + without[1], strict=True):
+        assert torch.equal(got, expected)
 
 
 def test_what_is_frozen_for_a_while_is_shown_as_that():
@@ -102,6 +120,21 @@ def test_what_is_frozen_for_a_while_is_shown_as_that():
         model[0].weight.requires_grad_(flag)
         step(model, optimizer)
         assert model[0].seen[0].requires_grad == flag
+
+
+def test_what_is_shown_are_the_values_of_now_where_somebody_held_a_view_and_somebody_looked_first():
+    model, optimizer = sharded(torch.bfloat16)
+    step(model, optimizer)
+    with torch.no_grad():
+        held = model[0].weight[1:]  # so that values come into another buffer
+    for _ in range(2):
+        step(model, optimizer)
+        penalty = sum(p.square().sum() for p in model.parameters())
+        model(torch.ones(2, 4))
+        assert torch.equal(model[0].seen[0], model[0].weight.whole())
+        penalty.backward()
+        optimizer.zero_grad()
+    assert not torch.equal(held, model[0].weight[1:])
 
 
 def test_a_copy_shows_its_own():
@@ -135,12 +168,28 @@ def lead_back(model: nn.Module, way: str) -> None:
         weight.register_post_accumulate_grad_hook(holds)
     elif way == "attribute":
         weight.of = holds
+    elif way == "attribute of one's own":
+        weight._of = holds
+    elif way == "attribute of what is attached":
+        layer = nn.Linear(4, 4)
+        layer.weight.of = holds
+        model.append(layer)
     else:
         model[0].act = lambda shown: shown.register_hook(holds)
 
 
+WAYS = [
+    "hook",
+    "post hook",
+    "attribute",
+    "attribute of one's own",
+    "attribute of what is attached",
+    "hook of what is shown",
+]
+
+
 @pytest.mark.parametrize("when", ["before", "behind"])
-@pytest.mark.parametrize("way", ["hook", "post hook", "attribute", "hook of what is shown"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_model_goes_that_its_parameters_lead_to(way, when):
     """Through a node of the graph Python would see no circle."""
     model = shardproof.shard(nn.Sequential(Acts(4, 4), nn.Tanh(), nn.Linear(4, 4)), 3)

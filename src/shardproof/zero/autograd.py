@@ -153,6 +153,7 @@ def asked_for(leaf: Any) -> bool | None:
         return None
 
 
+SHOWN_BY: type = Unshard._backward_cls  # type: ignore[attr-defined]
 # Past the search for tensors of torch.func that `apply` makes each time, a tenth of what a node costs: see
 # `outside_transforms`.
 _unshard = super(torch.autograd.Function, Unshard).apply

@@ -96,8 +96,11 @@ def _outermost(pairs: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Mod
 # --- cutting --------------------------------------------------------------------------------------
 
 
-def _children_of(module: nn.Module) -> tuple[nn.Module, dict[str, nn.Module | None], int]:
-    return module, module._modules, len(module._modules)
+Children = tuple["weakref.ref[nn.Module]", dict[str, nn.Module | None], int]  # of a list of modules, at the last look
+
+
+def _children_of(module: nn.Module) -> Children:
+    return weakref.ref(module), module._modules, len(module._modules)
 
 
 def _has_slot(p: ShardedParameter, module: nn.Module, name: str) -> bool:
@@ -133,14 +136,15 @@ class Builder:
         self.attached, self.altered = False, False
         self.registered: list[tuple[nn.Module, str]] = []
         self.modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-        self.lists: list[tuple[nn.Module, dict[str, nn.Module | None], int]] = []
+        self.lists: list[Children] = []
         self._watch_registrations()
 
     def for_copy(self, engine: Engine, memo: dict[int, Any]) -> Builder:
         """The builder of a deep copy of the model."""
         copy = Builder(engine, self.choice)
         copy.modules.update((id(m), m) for m in (deepcopy(m, memo) for m in self.engine.model.modules()))
-        copy.lists = [(deepcopy(m, memo), {}, 0) for m, _, _ in self.lists]  # which have no children yet
+        here = [module for ref, _, _ in self.lists if (module := ref()) is not None]
+        copy.lists = [(weakref.ref(deepcopy(m, memo)), {}, 0) for m in here]  # which have no children yet
         copy.altered = self.altered
         return copy
 
@@ -172,8 +176,9 @@ class Builder:
         if type(self.engine.model) is not self.kind:  # as by `fully_shard`, which registers nothing
             check_unwrapped(self.engine.model)
             self.kind = type(self.engine.model)
-        for i, (module, children, size) in enumerate(self.lists):  # what is inserted is not registered
-            if module._modules is not children or len(children) != size:
+        for i, (ref, children, size) in enumerate(self.lists):  # what is inserted is not registered
+            module = ref()
+            if module is not None and (module._modules is not children or len(children) != size):
                 self.lists[i] = _children_of(module)
                 self.registered += [(module, name) for name in module._modules]
                 self.altered = True
@@ -224,6 +229,7 @@ class Builder:
             for buffer in model.buffers():
                 buffer.copy_(engine.comm.broadcast(buffer.detach().contiguous().clone()))
         self._cut(places)
+        engine.forget_shown()
         self._watch_root(unit_of)
         engine.fit_room()
         self._remember()

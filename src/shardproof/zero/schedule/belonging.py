@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shardproof.zero.schedule.room import MakesRoom
-from shardproof.zero.tensors.parameter import written_on
+from shardproof.zero.tensors.parameter import OURS
 
 if TYPE_CHECKING:
     from shardproof.zero.build import Builder
@@ -76,15 +76,17 @@ class BelongsToModel(MakesRoom):
         self._shown = weakref.ref(views)
 
     def may_show_again(self) -> bool:
-        """Whether views may stay with their nodes of the graph: nothing leads from a parameter to the model."""
+        """Whether views may stay with their nodes of the graph: nothing leads from a parameter to the model. Of several
+        ranks each has reasons of its own against it, and reduces as often as nodes run: so there each forward has
+        its own."""
         if self.shown.allowed is None:
             hooked = any(flat.gradient_hooks or flat.post_hooks for flat in self.flats)
             leads = hooked or any(_leads_on(p) for flat in self.flats for p in flat.params)
-            self.shown.allowed = not self.sharded and not leads
+            self.shown.allowed = self.comm.size == 1 and not leads
         return self.shown.allowed
 
     def forget_shown(self) -> None:
-        """A parameter has got a hook."""
+        """A parameter has got a hook, or there are more parameters."""
         self.shown.clear()
         self.shown.allowed = None
 
@@ -96,4 +98,4 @@ class BelongsToModel(MakesRoom):
 
 def _leads_on(p: torch.Tensor) -> bool:
     """Whether what was written on a parameter may lead to something else, and at last to the model."""
-    return any(map(gc.is_tracked, written_on(p).values()))
+    return any(gc.is_tracked(value) for name, value in p.__dict__.items() if name not in OURS)

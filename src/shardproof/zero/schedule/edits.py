@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardproof.errors import EngineError
-from shardproof.zero.autograd import in_backward
+from shardproof.zero.autograd import SHOWN_BY, in_backward
 from shardproof.zero.ranks.consensus import EDIT
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ def keep_edits(flat: Flat, look: bool) -> None:
     parameter itself was given meanwhile (a step in the middle of forward) stays.
 
     Raises:
-        EngineError: data of another shape was assigned, or the parameter's own in another order.
+        EngineError: data of another shape was assigned, or the parameter's own in another order; a parameter was
+            unfrozen.
+        RuntimeError: as torch does, of an edit that autograd has seen.
     """
     if look and flat.fresh:
         flat.edited |= _edited_unseen(flat)
@@ -82,6 +84,7 @@ def keep_edits(flat: Flat, look: bool) -> None:
         return
     flat.standing.show_anew()
     for index, view in enumerate(flat.open_views or ()):
+        _check_graph(flat.names[index], view)
         assigned = view.data_ptr() != flat.open_at[index]  # p.data = ...
         another = not view.is_contiguous() or view.numel() != flat.numels[index]  # p.data = p.data.t()
         seen = view._version != flat.open_versions[index] or index in flat.edited
@@ -108,6 +111,22 @@ def _as_shown(flat: Flat) -> bool:
         and [view.data_ptr() for view in views] == flat.open_at
         and all(view.is_contiguous() for view in views)
         and [view.shape for view in views] == flat.shapes
+        and [view.requires_grad for view in views] == flat.requires_grad
+    )
+
+
+def _check_graph(name: str, view: torch.Tensor) -> None:
+    """Refuse what would be lost, as it was done to the plain tensor in place of a parameter."""
+    if not view.requires_grad or isinstance(view.grad_fn, SHOWN_BY):
+        return
+    if view.grad_fn is None:
+        raise EngineError(
+            f"'{name}' was unfrozen in the forward of its own module, which has begun without its gradient. Call "
+            "requires_grad_(True) before the forward."
+        )
+    raise RuntimeError(
+        f"a leaf Variable that requires grad is being used in an in-place operation: parameter '{name}', in forward. "
+        "Wrap the edit in torch.no_grad()."
     )
 
 

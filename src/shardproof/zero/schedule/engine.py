@@ -152,10 +152,12 @@ class Engine(BelongsToModel):
             unit.depth -= 1
             return
         look = not in_backward() and self.invariants.looks_at(unit)
-        for flat in unit.flats:
-            keep_edits(flat, look)
-            flat.standing.look_over()
-        self._restore(unit)
+        try:
+            for flat in unit.flats:
+                keep_edits(flat, look)
+                flat.standing.look_over()
+        finally:
+            self._restore(unit)
         if not self.frugal or in_backward():
             return
         if unit.is_root and torch.is_grad_enabled():  # the first that backward asks for, and the last that it leaves

@@ -250,12 +250,12 @@ class WholeOfLeaf(torch.autograd.Function):
         return grad.to(ctx.dtype)
 
 
-_OURS = {"flat", "index", "owner", "stand_in"}
+OURS = {"flat", "index", "owner", "stand_in"}
 
 
 def written_on(p: torch.Tensor) -> dict[str, Any]:
     """What a user has written on a parameter for an optimizer to read: `p.label = "muon"`."""
-    return {name: value for name, value in p.__dict__.items() if name not in _OURS and not name.startswith("_")}
+    return {name: value for name, value in p.__dict__.items() if name not in OURS and not name.startswith("_")}
 
 
 class ShardedParameter(ShardedValue, nn.Parameter):
@@ -328,7 +328,6 @@ class ShardedParameter(ShardedValue, nn.Parameter):
             if registered := getattr(p, name):
                 hooks[self.index] = registered
                 setattr(p, name, None)
-                self.flat.engine.forget_shown()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:

@@ -4,10 +4,10 @@ Nothing is gathered again for backward, so graphs can save the plain views as th
 values have changed since. Where a process holds all values, the buffer stays over the step, too: it is filled again.
 
 [Note: shown again]
-There what one forward has shown is shown to the next as well, with its node of the graph: to make both anew is a third
-of what a forward costs the host. Such views hold the node, it holds the parameters, and these hold the flat, through
-C++, where Python sees no circle. So the model has them, and not the flat; and nobody has them where something leads
-from a parameter back to the model: a hook, or what was written on the parameter.
+What one forward of a process alone has shown is shown to the next as well, with its node of the graph: to make both
+anew is a third of what a forward costs the host. Such views hold the node, it holds the parameters, and these hold the
+flat, through C++, where Python sees no circle. So the model has them, and not the flat; and nobody has them where
+something leads from a parameter back to the model: a hook, or what was written on the parameter.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Standing:
     def look_over(self) -> None:
         """A forward is over: what it did to the views, others shall not see."""
         views = self.flat.engine.shown.get(self.flat.index)
-        if views is not None and not all(map(_untouched, views, self.flat.requires_grad)):
+        if views is not None and not all(map(_untouched, views)):
             self.show_anew()
 
     def keep(self, shown: list[torch.Tensor]) -> None:
@@ -81,6 +81,7 @@ class Standing:
         same = self.buffer is not None and address_of(self.buffer) == address_of(flat.gathered)
         self.buffer = flat.gathered
         if not same:
+            self.show_anew()
             self.bases = [flat.view(self.buffer, i).data for i in range(len(flat.names))]
         return [self.bases[i].detach() for i in indices]
 
@@ -114,6 +115,6 @@ class Standing:
         torch.autograd.graph.increment_version(held)
 
 
-def _untouched(view: torch.Tensor, learns: bool) -> bool:
+def _untouched(view: torch.Tensor) -> bool:
     """Whether nobody has done to a view what a new one would not have."""
-    return view.requires_grad is learns and view._backward_hooks is None and not view.retains_grad
+    return view._backward_hooks is None and not view.retains_grad
