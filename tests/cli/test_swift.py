@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from shardproof.cli import infer, sft, swift, training
+from shardproof.cli.from_swift import hubs
 from shardproof.errors import ConfigError
 from shardproof.train.checks.contradictions import check_evaluation
 from shardproof.train.options.rlhf_config import RlhfConfig
@@ -50,7 +51,7 @@ def test_a_command_is_translated_with_the_defaults_that_differ():
     command, notes, missing = swift.translate(LORA)
     assert missing == []
     assert options(command) == {
-        "--model": "Qwen/Qwen2.5-7B-Instruct",
+        "--model": "MS::Qwen/Qwen2.5-7B-Instruct",
         "--tuner": "lora",
         "--dataset": "'a.jsonl#500' b.jsonl",
         "--precision": "bf16",
@@ -76,6 +77,7 @@ def test_a_command_is_translated_with_the_defaults_that_differ():
         "--stage": "0",
     }
     assert notes == [
+        hubs.TOLD,
         "--dataloader-num-workers is left out: rows are encoded before",
         "CUDA_VISIBLE_DEVICES=0 means the same here: put it in front",
         "--eval-steps 50 is left out: there are no rows to evaluate on",
@@ -200,7 +202,7 @@ def test_towers_that_are_trained_whole_beside_lora_are_named_as_parts():
 
 
 def test_what_is_printed_is_taken():
-    command, *_ = swift.translate(LORA)
+    command, *_ = swift.translate(f"export USE_HF=1\n{LORA}")
     config, _ = sft.parse(shlex.split(command.replace("\\\n", " "))[2:])
     assert (config.tuner, config.gradient_checkpointing, config.checkpointing_reentrant) == ("lora", True, False)
     assert config.dataset == ["a.jsonl#500", "b.jsonl"]
@@ -673,13 +675,6 @@ def test_rows_that_are_cut_over_processes_take_the_attention_that_they_can():
     assert "--liger-kernel" not in command
 
 
-def test_the_hub_of_datasets_is_told():
-    said, told = "swift sft --model org/m --dataset", "ModelScope's there: MS:: in front says so"
-    assert any(told in note for note in swift.translate(f"{said} a.jsonl 'AI-ModelScope/alpaca-gpt4-data-zh#500'")[1])
-    for none in (f"{said} a.jsonl", f"{said} MS::org/d", f"{said} org/d --use_hf true", f"USE_HF=1 {said} org/d"):
-        assert not any(told in note for note in swift.translate(none)[1])
-
-
 def test_names_that_rows_leave_open_are_filled_in():
     """A model would learn that it is called {{NAME}}."""
     given = ["--dataset", "MS::swift/self-cognition#500", "--model_author", "me", "--model_name", "小黄", "robot"]
@@ -1054,7 +1049,7 @@ def test_tokens_of_pictures_are_bounds_of_their_own() -> None:
         ),
         (
             "NPROC_PER_NODE=2 MAX_PIXELS=1003520 swift infer --model org/m --val_dataset d.jsonl --max_batch_size 16",
-            "infer org/m --dataset d.jsonl --batch-size 16 --nproc 2 --max-pixels 1003520",
+            "infer MS::org/m --dataset d.jsonl --batch-size 16 --nproc 2 --max-pixels 1003520",
         ),
         ("swift export --adapters out/x --merge_lora true", "export out/x out/x-merged"),
         ("swift export --model m --output_dir out --torch_dtype bfloat16", "export m out --dtype bf16"),
@@ -1370,7 +1365,7 @@ def test_variables_may_have_a_default():
     command, _, missing = swift.translate(text)
     assert not missing
     found = options(command)
-    assert (found["--model"], found["--dataset"], found["--learning-rate"]) == ("org/m", "d.jsonl", "1e-4")
+    assert (found["--model"], found["--dataset"], found["--learning-rate"]) == ("MS::org/m", "d.jsonl", "1e-4")
 
 
 @pytest.mark.parametrize(

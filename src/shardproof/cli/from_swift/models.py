@@ -16,6 +16,25 @@ def looks_or_hears(model: str) -> bool:
     return bool(re.search(r"omni|audio|vision|llava|internvl|minicpm-?[vo]|gemma-?3|(^|[-_/.\d])vl", model.lower()))
 
 
+# What of a file is taken by default there, and is not here: by what a name holds, the first that fits.
+_TAKEN = (
+    (r"qwen3[-_]vl[-_]embedding", {"max_image_tokens": "1800", "fps": "1", "max_frames": "64"}),
+    (r"qwen3[-_]vl[-_]reranker", {"max_image_tokens": "1280", "fps": "1", "max_frames": "64"}),
+    (r"qwen[^/]*(vl|omni)|qvq", {"fps": "2", "max_frames": "768"}),
+)
+_SAME_BOUND = {"max_image_tokens": "max_pixels"}
+
+
+def with_files(values: dict[str, list[str]], notes: list[str]) -> None:
+    """Write out how much ms-swift takes of files that rows name."""
+    name = values["model"][0].lower()
+    for option, value in next((taken for fits, taken in _TAKEN if re.search(fits, name)), {}).items():
+        if _SAME_BOUND.get(option) not in values:
+            values.setdefault(option, [value])
+    if "max_seconds" not in values:
+        notes.append("a sound or video of more than a minute makes a bad row, there not: --max-seconds N allows more")
+
+
 def without_parts(values: dict[str, list[str]], given: Collection[str], notes: list[str]) -> None:
     """Leave out what is said of the parts of a model of text: nothing there, where it has none."""
     config = _config_of(values.get("model", [""])[0])
