@@ -12,6 +12,7 @@ import yaml
 
 from shardproof.cli import infer, sft, swift, training
 from shardproof.cli.from_swift import hubs
+from shardproof.cli.options import parse
 from shardproof.errors import ConfigError
 from shardproof.train.checks.contradictions import check_evaluation
 from shardproof.train.options.rlhf_config import RlhfConfig
@@ -792,11 +793,6 @@ swift sft --model a --dataset b --system "$PROMPT" # nor 'this
     assert shlex.split(command.replace("\\\n", " "))[7] == "Give the number after ####. For example:\n#### 42"
 
 
-def test_a_line_end_in_a_system_message_is_one_as_there():
-    command, *_ = swift.translate(r"swift sft --model a --dataset b --system 'Be short.\nBe kind.'")
-    assert shlex.split(command.replace("\\\n", " "))[7] == "Be short.\nBe kind."
-
-
 def test_a_script_around_the_command():
     command, notes, missing = swift.translate(SCRIPT)
     assert missing == []
@@ -1000,6 +996,19 @@ def test_a_system_message_in_a_file(tmp_path):
     file.write_text("You are a pirate.\n")
     assert sft.parse(["--system", str(file)])[0].system == "You are a pirate.\n"
     assert sft.parse(["--system", "You write notes.txt\nand more.txt"])[0].system is not None
+
+
+def test_line_ends_of_a_system_message_may_be_written(tmp_path):
+    """As in ms-swift, in all commands; in a file of options YAML says what they are."""
+    said = ["--system", r"Be brief.\nBe kind."]
+    assert sft.parse(said)[0].system == "Be brief.\nBe kind."
+    assert parse(infer.parser(), ["run", *said], command="infer")["system"] == "Be brief.\nBe kind."
+    for theirs in ("sft --model m --dataset d", "infer --model m"):
+        command, *_ = swift.translate(shlex.join(["swift", *theirs.split(), *said]))
+        words = shlex.split(command.replace("\\\n", " "))
+        assert words[words.index("--system") + 1] == said[1]
+    (tmp_path / "run.yaml").write_text(r"system: 'Write \nabla.'")
+    assert sft.parse([str(tmp_path / "run.yaml")])[0].system == r"Write \nabla."
 
 
 def test_a_variable_that_asks_for_another_form_is_refused(monkeypatch) -> None:

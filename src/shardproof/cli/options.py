@@ -30,6 +30,7 @@ from shardproof.data.forms.halves import printable
 from shardproof.data.sources.records import KINDS
 from shardproof.errors import ConfigError
 from shardproof.train.options.option import flag as flag
+from shardproof.train.options.option import with_line_ends
 
 OF_ROWS = {*KINDS} - {".json"}  # ends of files that hold no options
 
@@ -205,6 +206,8 @@ def parse(
     for action in parser._actions:
         if not action.option_strings and values.get(action.dest) == "":  # a variable of a script
             raise ConfigError(f"{action.metavar or action.dest} is empty. Give it a value.")
+    if "system" in values:
+        values["system"] = with_line_ends(values["system"])
     return values
 
 

@@ -213,7 +213,6 @@ def _adopted(line: shell.Line, known: Collection[str], notes: list[str]) -> tupl
     missing: list[str] = []
     said: dict[str, tuple[str, list[str]]] = {}
     for name, given in line.options:
-        given = [text.replace("\\n", "\n") for text in given] if name == "system" else given
         flag = options.flag(name)
         if name == "packing" and name not in known and given[:1] not in (["false"], ["False"]):
             notes.append(PACKED)
