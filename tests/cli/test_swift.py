@@ -891,7 +891,7 @@ def test_parts_of_a_model_of_text_are_left_out_as_they_say_nothing_there(tmp_pat
     assert not {"--freeze", "--part-learning-rates"} & options(command).keys()
     assert sum("of whose parts it says nothing" in note for note in notes) == 2
     config.write_text('{"model_type": "qwen3_vl", "vision_config": {}, "text_config": {}}')
-    assert options(swift.translate(said)[0])["--freeze"].split() == ["llm", "vision", "audio"]
+    assert options(swift.translate(said)[0])["--freeze"].split() == ["llm", "vision", "audio", "aligner"]
 
 
 def test_adapters_that_are_named_go_to_towers_as_they_do_there():
@@ -1454,3 +1454,38 @@ def test_pairs_of_a_reranker_are_drawn_as_there() -> None:
 def test_a_loss_that_nobody_has_here_is_told(capsys: pytest.CaptureFixture[str], asked: str, text: str) -> None:
     swift.run(["swift", "rlhf", "--rlhf_type", "grpo", "--model", "Q/q", "--dataset", "a/b", *asked.split()])
     assert f"the command as it stands is refused: {text}" in "".join(capsys.readouterr())
+
+
+SEEING = (
+    *("Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen2.5-VL-7B-Instruct", "google/gemma-4-E4B-it", "ZhipuAI/GLM-4.5V"),
+    *("moonshotai/Kimi-K2.5", "LLM-Research/Llama-4-Scout-17B-16E", "mistralai/Ministral-3-8B-Instruct-2512"),
+    *("OpenBMB/MiniCPM-V-4_5", "AIDC-AI/Ovis2.5-2B", "deepseek-ai/DeepSeek-OCR", "Qwen/Qwen3-ASR-0.6B"),
+)
+READING = (
+    "Qwen/Qwen3-8B",
+    "ZhipuAI/GLM-4.5",
+    "LLM-Research/Meta-Llama-3.1-8B",
+    "google/embeddinggemma-300m",
+    "a/matts",
+)
+
+
+@pytest.mark.parametrize(("name", "sees"), [*((name, True) for name in SEEING), *((name, False) for name in READING)])
+def test_towers_are_frozen_of_models_that_have_some(name: str, sees: bool) -> None:
+    command, *_ = swift.translate(f"swift sft --model {name} --dataset d")
+    assert ("--freeze vision audio aligner" in command) == sees
+
+
+def test_a_folder_says_whether_its_model_has_towers(tmp_path: Path) -> None:
+    for config, sees in (({"vision_config": {}, "text_config": {}}, True), ({"hidden_size": 8}, False)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        command, *_ = swift.translate(f"swift sft --model {tmp_path} --dataset d")
+        assert ("--freeze vision audio aligner" in command) == sees
+
+
+@pytest.mark.parametrize("task", ["seq_cls --num_labels 3", "reranker", "generative_reranker", "embedding"])
+def test_packing_of_what_is_judged_by_one_token_is_to_leave_out_padding(task: str) -> None:
+    command, notes, missing = swift.translate(f"swift sft --model m --dataset d --task_type {task} --packing true")
+    assert not missing
+    assert ("--padding-free true" in command, "--packing" in command) == (True, False)
+    assert any(note.startswith("--packing is --padding-free here") for note in notes)

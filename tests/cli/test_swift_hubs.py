@@ -57,6 +57,7 @@ def test_a_model_is_put_on_the_hub_that_is_meant() -> None:
     assert swift.translate(said)[0].endswith("--push-to-hub MS::me/mine")
     assert swift.translate(f"{said} --use_hf true")[0].endswith("--push-to-hub me/mine")
     assert swift.translate(f"USE_HF=1 {said}")[0].endswith("--push-to-hub me/mine")
+    assert swift.translate(said.replace("me/mine", "mine"))[0].endswith("--push-to-hub MS::mine")
 
 
 def test_a_push_that_might_go_to_either_hub_is_refused() -> None:

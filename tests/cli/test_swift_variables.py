@@ -89,6 +89,18 @@ def test_how_much_of_a_file_is_taken_is_written_out() -> None:
     assert ("--fps 2 " in command, "--max-frames 12 " in command) == (True, True)
 
 
+def test_a_variable_that_a_command_has_no_use_for_is_told() -> None:
+    for theirs, told in (
+        ("NPROC_PER_NODE=4 swift infer --model m --infer_backend vllm --vllm_tensor_parallel_size 2", "--nproc 4"),
+        ("ENABLE_AUDIO_OUTPUT=0 swift infer --adapters run", "--enable-audio-output 0"),
+        ("MAX_PIXELS=9 swift export --model m", "--max-pixels 9"),
+    ):
+        _, notes, missing = swift.translate(theirs)
+        assert not missing
+        assert any(note.startswith(f"{told}, a variable there, is left out: ") for note in notes)
+    assert not any("a variable" in note for note in swift.translate("NPROC_PER_NODE=1 swift export --model m")[1])
+
+
 def test_names_of_anybody_are_told_where_our_command_is_run(monkeypatch, capsys) -> None:
     """Others of Swift's variables are options there, or refused."""
     monkeypatch.setenv("FPS", "1")

@@ -200,6 +200,10 @@ def _of_finished(line: shell.Line, notes: list[str]) -> tuple[str, list[str], li
             about_rows = line.command != "export" or "--quantize" in given  # of which a plain export has none
             if about_rows and name in config.model_fields and options.flag(name) not in given:
                 words += [options.flag(name), value]
+            elif name != "nproc" or value != "1":
+                said = options.flag(name) in given
+                why = "another option says it" if said else f"'shardproof {line.command}' has no use for it here"
+                notes.append(f"{options.flag(name)} {value}, a variable there, is left out: {why}")
         found = options.parse(parser(), words, command=line.command)
         options.build(config, {name: value for name, value in found.items() if name in config.model_fields})
     except ConfigError as error:
@@ -212,9 +216,10 @@ def _adopted(line: shell.Line, known: Collection[str], notes: list[str]) -> tupl
     values: dict[str, list[str]] = {}
     missing: list[str] = []
     said: dict[str, tuple[str, list[str]]] = {}
+    judged = any(name == "task_type" and given not in (["causal_lm"], ["none"]) for name, given in line.options)
     for name, given in line.options:
         flag = options.flag(name)
-        if name == "packing" and name not in known and given[:1] not in (["false"], ["False"]):
+        if name == "packing" and (name not in known or judged) and given[:1] not in (["false"], ["False"]):
             notes.append(PACKED)
             name = "padding_free"
         try:

@@ -42,8 +42,12 @@ def with_hub(line: Line, notes: list[str]) -> Line:
 
 
 def _of_modelscope(option: str, value: str) -> str:
-    of = hub_name(_plain(value)) if option in (*MODELS, *DATASETS, PUSHED) else None
-    is_named = of is not None and value[:4].upper() not in ("HF::", modelscope.PREFIX)
+    if value[:4].upper() in ("HF::", modelscope.PREFIX):
+        return value
+    if option == PUSHED:
+        is_named = value.lower() not in ("", "none")
+    else:
+        is_named = option in (*MODELS, *DATASETS) and hub_name(_plain(value)) is not None
     return modelscope.PREFIX + value if is_named else value
 
 

@@ -33,7 +33,7 @@ WITHOUT_EFFECT = {
         "merge_lora": "adapters answer as they are",
         "torch_dtype": "weights keep the dtype of their files",
         "attn_impl": "the model's own",
-        "load_data_args": "--val-dataset names the rows",
+        "load_data_args": "--dataset names the rows to answer; without it the command chats",
         "load_args": "what a run has said of its template and system message holds, always",
         "write_batch_size": "each answer is written when it is there",
         "strict": "--bad-rows stop is what happens here",

@@ -221,7 +221,7 @@ _THOUGHTS = """\
     {%- set thinking.turns = thinking.turns + [turn] %}
 {%- endfor %}
 {%- set agent.turns = thinking.turns %}"""
-# One that cuts earlier answers behind their last </think> cuts what was called there, too, unless it is told to keep it.
+# One that cuts earlier answers behind their last </think> cuts their calls with it, unless it is told to keep thoughts.
 _KEPT = "{%- set preserve_thinking = preserve_thinking|default(true) %}"
 
 

@@ -100,8 +100,8 @@ def _apart_from_orthogonal(ranks: Any) -> torch.Tensor:
 
 
 def with_same_ranks(model: Any, adapter: str) -> None:
-    """Give a second AdaLoRA of a model, which has as many ranks in all layers, those that the first one has, which alone
-    is trained."""
+    """Give a second AdaLoRA of a model, which has as many ranks in all layers, those of the first one, which alone is
+    trained."""
     from peft.tuners.adalora.layer import AdaLoraLayer
 
     how = dataclasses.replace(model.peft_config[adapter], inference_mode=False)  # of the one that is active
