@@ -1489,3 +1489,24 @@ def test_packing_of_what_is_judged_by_one_token_is_to_leave_out_padding(task: st
     assert not missing
     assert ("--padding-free true" in command, "--packing" in command) == (True, False)
     assert any(note.startswith("--packing is --padding-free here") for note in notes)
+
+
+def test_an_assignment_counts_for_the_next_one_in_front_of_a_command() -> None:
+    """And not yet for its words, as in a shell."""
+    said = "swift sft --model m --dataset d --output_dir ${n:-none}"
+    command, *_ = swift.translate(f"n=2 NPROC_PER_NODE=$n {said}")
+    assert (options(command)["--nproc"], options(command)["--output-dir"]) == ("2", "none")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "told"),
+    [
+        ("--model OpenGVLab/InternVL3-8B", "it is asked about text alone, and MS::OpenGVLab/InternVL3-8B takes files"),
+        ("--adapters out/x", "it is given whole models; 'shardproof export out/x out/x-merged', and ask that one"),
+        ("--model Qwen/Qwen3-8B", None),
+    ],
+)
+def test_what_vllm_cannot_be_asked_is_said_before(theirs: str, told: str | None) -> None:
+    *_, missing = swift.translate(f"swift infer {theirs} --infer_backend vllm")
+    assert len(missing) == (told is not None)
+    assert told is None or told in missing[0]

@@ -28,7 +28,7 @@ from shardproof.cli.from_swift.defaults import (
 )
 from shardproof.cli.from_swift.environment import of_environment, other_meanings
 from shardproof.cli.from_swift.hubs import with_hub
-from shardproof.cli.from_swift.models import longest, looks_or_hears, with_files, without_parts
+from shardproof.cli.from_swift.models import against_vllm, longest, looks_or_hears, with_files, without_parts
 from shardproof.cli.from_swift.options import (
     as_words,
     at_odds,
@@ -191,7 +191,7 @@ def _of_finished(line: shell.Line, notes: list[str]) -> tuple[str, list[str], li
     config, parser = FINISHED[line.command]
     argv = [word for name, given in line.options for word in as_words(options.flag(name), given)]
     words: list[str] = []
-    missing = [*other_meanings(line.variables, of_swift=True), *line.missing]
+    missing = [*other_meanings(line.variables, of_swift=True), *line.missing, *against_vllm(line.options)]
     try:
         words, idle = placed(line.command, argv, config.model_fields)
         notes += [f"{reason} is left out" for reason in idle]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,21 @@ _TAKEN = (
     (r"qwen[^/]*(vl|omni)|qvq|qwen3\.[5-9]|(keye|mimo)-vl", {"fps": "2", "max_frames": "768"}),
 )
 _SAME_BOUND = {"max_image_tokens": "max_pixels"}
+
+
+def against_vllm(options: Sequence[tuple[str, list[str]]]) -> list[str]:
+    """Why a command cannot have vLLM answer here, as it can there."""
+    given = {name: " ".join(values) for name, values in options}
+    if given.get("infer_backend", "").lower() != "vllm":
+        return []
+    if folder := given.get("adapters") or given.get("ckpt_dir"):
+        merged = f"{folder.rstrip('/')}-merged"
+        return [
+            f"--infer-backend vllm: it is given whole models; 'shardproof export {folder} {merged}', and ask that one"
+        ]
+    if (model := given.get("model", "")) and looks_or_hears(model):
+        return [f"--infer-backend vllm: it is asked about text alone, and {model} takes files, too; leave it out"]
+    return []
 
 
 def with_files(values: dict[str, list[str]], notes: list[str]) -> None:

@@ -70,7 +70,7 @@ def read(text: str) -> list[Line]:
     used = set(re.findall(r"\$\{?(\w+)", text))
     found: list[Line] = []
     for words in commands:
-        words, before = [filled for word in words for filled in _filled(word, variables)], dict(variables)
+        words, before = _all_filled(words, variables), dict(variables)
         here = ((i, at) for i in range(len(words)) if (at := command_at(words, i)) and at[0] in READ)
         start, begins = next(here, (len(words), None))
         for word in words[:start]:
@@ -131,6 +131,20 @@ def _commands(text: str) -> tuple[list[list[str]], bool]:
         except ValueError as error:
             raise ConfigError(f"This is no shell command: {error}.") from None
     return commands, bare != text or bool(re.search(r"[|&]", bare))
+
+
+def _all_filled(words: list[str], variables: dict[str, str]) -> list[str]:
+    """The words of a command; what is assigned in front of it counts for the next assignment, not yet for its words."""
+    found: list[str] = []
+    ahead = dict(variables)
+    for number, word in enumerate(words):
+        in_front = all(re.match(r"[A-Za-z_]\w*=", each) for each in words[: number + 1])
+        filled = _filled(word, ahead if in_front else variables)
+        if in_front:
+            name, _, ahead_is = filled[0].partition("=")
+            ahead[name] = ahead_is
+        found += filled
+    return found
 
 
 def _filled(word: str, variables: dict[str, str]) -> list[str]:
