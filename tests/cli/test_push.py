@@ -288,7 +288,7 @@ def test_commands_of_ms_swift_push_so(capsys: pytest.CaptureFixture[str]) -> Non
     """Their token is not printed."""
     named = "--push_to_hub true --hub_model_id me/mine --hub_private_repo true --hub_token hf_writes"
     command, notes, missing = swift.translate(f"swift export --adapters run --merge_lora true {named}")
-    assert command == "shardproof export run run-merged --private true --push-to-hub me/mine"
+    assert command == "shardproof export run run-merged --private true --push-to-hub MS::me/mine"
     assert "--hub-token is left out: HF_TOKEN says it, which no list of processes shows" in notes
     assert not missing
     command, notes, missing = swift.translate("swift export --model m --push_to_hub false --hub_model_id me/mine")
@@ -296,6 +296,8 @@ def test_commands_of_ms_swift_push_so(capsys: pytest.CaptureFixture[str]) -> Non
     assert not missing
     *_, missing = swift.translate("swift export --model m --push_to_hub true")
     assert missing == ["--push-to-hub true needs --hub-model-id OWNER/NAME: where to?"]
-    *_, missing = swift.translate("swift sft --model m --dataset d --push_to_hub true --hub_token hf_writes")
-    assert "shardproof export runs/RUN FOLDER --push-to-hub OWNER/NAME" in missing[0]
-    assert "hf_writes" not in "".join(missing)
+    command, notes, (reason,) = swift.translate(
+        "swift sft --model m --dataset d --push_to_hub true --hub_token hf_writes"
+    )
+    assert "shardproof export runs/RUN FOLDER --push-to-hub OWNER/NAME" in reason
+    assert "hf_writes" not in "".join([command, *notes, reason])

@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from shardproof.cli import infer, sft, swift, training
+from shardproof.cli.from_swift import hubs
+from shardproof.cli.options import parse
 from shardproof.errors import ConfigError
 from shardproof.train.checks.contradictions import check_evaluation
 from shardproof.train.options.rlhf_config import RlhfConfig
@@ -50,7 +52,7 @@ def test_a_command_is_translated_with_the_defaults_that_differ():
     command, notes, missing = swift.translate(LORA)
     assert missing == []
     assert options(command) == {
-        "--model": "Qwen/Qwen2.5-7B-Instruct",
+        "--model": "MS::Qwen/Qwen2.5-7B-Instruct",
         "--tuner": "lora",
         "--dataset": "'a.jsonl#500' b.jsonl",
         "--precision": "bf16",
@@ -76,6 +78,7 @@ def test_a_command_is_translated_with_the_defaults_that_differ():
         "--stage": "0",
     }
     assert notes == [
+        hubs.TOLD,
         "--dataloader-num-workers is left out: rows are encoded before",
         "CUDA_VISIBLE_DEVICES=0 means the same here: put it in front",
         "--eval-steps 50 is left out: there are no rows to evaluate on",
@@ -200,7 +203,7 @@ def test_towers_that_are_trained_whole_beside_lora_are_named_as_parts():
 
 
 def test_what_is_printed_is_taken():
-    command, *_ = swift.translate(LORA)
+    command, *_ = swift.translate(f"export USE_HF=1\n{LORA}")
     config, _ = sft.parse(shlex.split(command.replace("\\\n", " "))[2:])
     assert (config.tuner, config.gradient_checkpointing, config.checkpointing_reentrant) == ("lora", True, False)
     assert config.dataset == ["a.jsonl#500", "b.jsonl"]
@@ -673,13 +676,6 @@ def test_rows_that_are_cut_over_processes_take_the_attention_that_they_can():
     assert "--liger-kernel" not in command
 
 
-def test_the_hub_of_datasets_is_told():
-    said, told = "swift sft --model org/m --dataset", "ModelScope's there: MS:: in front says so"
-    assert any(told in note for note in swift.translate(f"{said} a.jsonl 'AI-ModelScope/alpaca-gpt4-data-zh#500'")[1])
-    for none in (f"{said} a.jsonl", f"{said} MS::org/d", f"{said} org/d --use_hf true", f"USE_HF=1 {said} org/d"):
-        assert not any(told in note for note in swift.translate(none)[1])
-
-
 def test_names_that_rows_leave_open_are_filled_in():
     """A model would learn that it is called {{NAME}}."""
     given = ["--dataset", "MS::swift/self-cognition#500", "--model_author", "me", "--model_name", "小黄", "robot"]
@@ -797,11 +793,6 @@ swift sft --model a --dataset b --system "$PROMPT" # nor 'this
     assert shlex.split(command.replace("\\\n", " "))[7] == "Give the number after ####. For example:\n#### 42"
 
 
-def test_a_line_end_in_a_system_message_is_one_as_there():
-    command, *_ = swift.translate(r"swift sft --model a --dataset b --system 'Be short.\nBe kind.'")
-    assert shlex.split(command.replace("\\\n", " "))[7] == "Be short.\nBe kind."
-
-
 def test_a_script_around_the_command():
     command, notes, missing = swift.translate(SCRIPT)
     assert missing == []
@@ -900,7 +891,7 @@ def test_parts_of_a_model_of_text_are_left_out_as_they_say_nothing_there(tmp_pat
     assert not {"--freeze", "--part-learning-rates"} & options(command).keys()
     assert sum("of whose parts it says nothing" in note for note in notes) == 2
     config.write_text('{"model_type": "qwen3_vl", "vision_config": {}, "text_config": {}}')
-    assert options(swift.translate(said)[0])["--freeze"].split() == ["llm", "vision", "audio"]
+    assert options(swift.translate(said)[0])["--freeze"].split() == ["llm", "vision", "audio", "aligner"]
 
 
 def test_adapters_that_are_named_go_to_towers_as_they_do_there():
@@ -1007,6 +998,19 @@ def test_a_system_message_in_a_file(tmp_path):
     assert sft.parse(["--system", "You write notes.txt\nand more.txt"])[0].system is not None
 
 
+def test_line_ends_of_a_system_message_may_be_written(tmp_path):
+    """As in ms-swift, in all commands; in a file of options YAML says what they are."""
+    said = ["--system", r"Be brief.\nBe kind."]
+    assert sft.parse(said)[0].system == "Be brief.\nBe kind."
+    assert parse(infer.parser(), ["run", *said], command="infer")["system"] == "Be brief.\nBe kind."
+    for theirs in ("sft --model m --dataset d", "infer --model m"):
+        command, *_ = swift.translate(shlex.join(["swift", *theirs.split(), *said]))
+        words = shlex.split(command.replace("\\\n", " "))
+        assert words[words.index("--system") + 1] == said[1]
+    (tmp_path / "run.yaml").write_text(r"system: 'Write \nabla.'")
+    assert sft.parse([str(tmp_path / "run.yaml")])[0].system == r"Write \nabla."
+
+
 def test_a_variable_that_asks_for_another_form_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("QWENVL_BBOX_FORMAT", "new")
     with pytest.raises(ConfigError, match=r"^The variable QWENVL_BBOX_FORMAT=new: what happens here is 'legacy'"):
@@ -1054,7 +1058,7 @@ def test_tokens_of_pictures_are_bounds_of_their_own() -> None:
         ),
         (
             "NPROC_PER_NODE=2 MAX_PIXELS=1003520 swift infer --model org/m --val_dataset d.jsonl --max_batch_size 16",
-            "infer org/m --dataset d.jsonl --batch-size 16 --nproc 2 --max-pixels 1003520",
+            "infer MS::org/m --dataset d.jsonl --batch-size 16 --nproc 2 --max-pixels 1003520",
         ),
         ("swift export --adapters out/x --merge_lora true", "export out/x out/x-merged"),
         ("swift export --model m --output_dir out --torch_dtype bfloat16", "export m out --dtype bf16"),
@@ -1370,7 +1374,7 @@ def test_variables_may_have_a_default():
     command, _, missing = swift.translate(text)
     assert not missing
     found = options(command)
-    assert (found["--model"], found["--dataset"], found["--learning-rate"]) == ("org/m", "d.jsonl", "1e-4")
+    assert (found["--model"], found["--dataset"], found["--learning-rate"]) == ("MS::org/m", "d.jsonl", "1e-4")
 
 
 @pytest.mark.parametrize(
@@ -1450,3 +1454,59 @@ def test_pairs_of_a_reranker_are_drawn_as_there() -> None:
 def test_a_loss_that_nobody_has_here_is_told(capsys: pytest.CaptureFixture[str], asked: str, text: str) -> None:
     swift.run(["swift", "rlhf", "--rlhf_type", "grpo", "--model", "Q/q", "--dataset", "a/b", *asked.split()])
     assert f"the command as it stands is refused: {text}" in "".join(capsys.readouterr())
+
+
+SEEING = (
+    *("Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen2.5-VL-7B-Instruct", "google/gemma-4-E4B-it", "ZhipuAI/GLM-4.5V"),
+    *("moonshotai/Kimi-K2.5", "LLM-Research/Llama-4-Scout-17B-16E", "mistralai/Ministral-3-8B-Instruct-2512"),
+    *("OpenBMB/MiniCPM-V-4_5", "AIDC-AI/Ovis2.5-2B", "deepseek-ai/DeepSeek-OCR", "Qwen/Qwen3-ASR-0.6B"),
+)
+READING = (
+    "Qwen/Qwen3-8B",
+    "ZhipuAI/GLM-4.5",
+    "LLM-Research/Meta-Llama-3.1-8B",
+    "google/embeddinggemma-300m",
+    "a/matts",
+)
+
+
+@pytest.mark.parametrize(("name", "sees"), [*((name, True) for name in SEEING), *((name, False) for name in READING)])
+def test_towers_are_frozen_of_models_that_have_some(name: str, sees: bool) -> None:
+    command, *_ = swift.translate(f"swift sft --model {name} --dataset d")
+    assert ("--freeze vision audio aligner" in command) == sees
+
+
+def test_a_folder_says_whether_its_model_has_towers(tmp_path: Path) -> None:
+    for config, sees in (({"vision_config": {}, "text_config": {}}, True), ({"hidden_size": 8}, False)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        command, *_ = swift.translate(f"swift sft --model {tmp_path} --dataset d")
+        assert ("--freeze vision audio aligner" in command) == sees
+
+
+@pytest.mark.parametrize("task", ["seq_cls --num_labels 3", "reranker", "generative_reranker", "embedding"])
+def test_packing_of_what_is_judged_by_one_token_is_to_leave_out_padding(task: str) -> None:
+    command, notes, missing = swift.translate(f"swift sft --model m --dataset d --task_type {task} --packing true")
+    assert not missing
+    assert ("--padding-free true" in command, "--packing" in command) == (True, False)
+    assert any(note.startswith("--packing is --padding-free here") for note in notes)
+
+
+def test_an_assignment_counts_for_the_next_one_in_front_of_a_command() -> None:
+    """And not yet for its words, as in a shell."""
+    said = "swift sft --model m --dataset d --output_dir ${n:-none}"
+    command, *_ = swift.translate(f"n=2 NPROC_PER_NODE=$n {said}")
+    assert (options(command)["--nproc"], options(command)["--output-dir"]) == ("2", "none")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "told"),
+    [
+        ("--model OpenGVLab/InternVL3-8B", "it is asked about text alone, and MS::OpenGVLab/InternVL3-8B takes files"),
+        ("--adapters out/x", "it is given whole models; 'shardproof export out/x out/x-merged', and ask that one"),
+        ("--model Qwen/Qwen3-8B", None),
+    ],
+)
+def test_what_vllm_cannot_be_asked_is_said_before(theirs: str, told: str | None) -> None:
+    *_, missing = swift.translate(f"swift infer {theirs} --infer_backend vllm")
+    assert len(missing) == (told is not None)
+    assert told is None or told in missing[0]

@@ -170,6 +170,7 @@ def test_thinking_that_a_form_has_no_place_for_is_not_lost(tokenizer: Any, write
     [
         *product(["qwen2_5", "qwen3", "qwen3_training", "qwen3_6"], ["<think>a</think>", ""]),
         *product(["qwen3", "qwen3_6"], ["reasoning_content"]),
+        *product(["lfm2_2_5", "lfm2_2_5_v2"], ["<think>a</think>", ""]),
     ],
 )
 def test_an_answer_that_goes_on_may_think_again(tokenizer: Any, kind: str, first: str) -> None:

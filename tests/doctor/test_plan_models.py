@@ -11,6 +11,7 @@ from doctor.test_plan import LENGTH, SMALL, step_at
 from shardproof.cli.main import main
 from shardproof.doctor.config import PlanConfig
 from shardproof.doctor.planning.plan import make_plan
+from shardproof.doctor.planning.subject import meta_model, notes_on
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 64}
 DEEPSEEK = {
@@ -131,6 +132,19 @@ def test_weights_that_are_packed_and_positions_that_are_not_there_are_noted(tmp_
     text = " ".join(planned(folder).notes)
     assert "fp8" in text
     assert "32 positions" in text
+
+
+def test_what_peft_copies_on_a_cpu_is_said_not_to_be_counted(tmp_path):
+    folder, said = config_of(tmp_path, "Qwen2Config"), "RandLoRA computes with copies in fp32, which are not counted"
+    half = {"tuner": "randlora", "tuner_arguments": {"r": "4"}, "device": "cpu", "precision": "bf16"}
+    for others, is_said in (
+        ({}, True),
+        ({"device": "gpu"}, False),
+        ({"precision": "fp32"}, False),
+        ({"tuner": "vera"}, False),
+    ):
+        config = PlanConfig(model=str(folder), **{**half, **others})
+        assert any(said in note for note in notes_on(meta_model(config), config)) == is_said
 
 
 def test_attention_of_all_pairs_is_noted_where_there_is_another(tmp_path):

@@ -110,6 +110,7 @@ OPTIONS: dict[str, tuple[int, list[int], dict[str, Any]]] = {
     "packed rows that are shared": (2, [0, 3], {"packing": True, "sequence_parallel": 2}),
     "rows shared in pairs": (4, [3], {"sequence_parallel": 2}),
     "labels of shared rows": (2, [0, 3], {"task": "seq_cls", "num_labels": 3, "sequence_parallel": 2}),
+    "embeddings of shared rows": (2, [0, 3], {"task": "embedding", "sequence_parallel": 2}),
     "answers yes or no of shared rows": (2, [3], {"task": "generative_reranker", "sequence_parallel": 2}),
     "copies": (4, [1, 3], {"shard_group": 2}),
     "sgd": (2, [0, 3], {"optimizer": "sgd"}),

@@ -131,6 +131,43 @@ def test_ranks_that_a_run_has_chosen_are_trained_on(commands, sft) -> None:
         torch.testing.assert_close(value, early[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_rlhf_trains_chosen_ranks_on_and_compares_with_what_they_were(commands, sft, tmp_path) -> None:
+    few = ["--tuner-arguments", "init_r=3", "target_r=1", "tfinal=2", "deltaT=1"]
+    (begun,) = commands([("begun", sft("--tuner", "adalora", *few, "--learning-rate", "3e-2"))]).values()
+    rows = tmp_path / "rows.jsonl"
+    pairs = [{"prompt": f"the {word}", "chosen": "a process", "rejected": "if it is"} for word in "abcdefghijklmnop"]
+    rows.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+
+    def rlhf(kind: str, *more: str) -> list[str]:
+        on = ["--rlhf-type", kind, "--adapters", str(begun.folder), "--max-steps", "3", "--dataset", str(rows)]
+        return ["rlhf", *sft(*on, *more)[1:]]
+
+    rewards = ["--beta", "0.1", "--reward-funcs", "length", "--max-completion-length", "8"]
+    done = commands(
+        [
+            ("on", rlhf("dpo")),
+            ("two", rlhf("dpo", "--nproc", "2", "--stage", "3", "--save-steps", "1")),
+            ("again", rlhf("dpo", "--resume", "RUNS/two/checkpoint-1")),
+            ("base", rlhf("dpo", "--ref-adapters", "none", "--max-steps", "1")),
+            ("once", rlhf("dpo", "--precompute-ref")),
+            ("checkpoint", ["export", "RUNS/two/checkpoint-3", "OUT"]),
+            ("grpo", rlhf("grpo", *rewards, "--nproc", "2", "--stage", "3")),
+        ]
+    )
+    for name, run in done.items():
+        assert run.code == 0, f"{name}:\n{run.output}"
+    alone, margins = done["on"], "rewards/margins"
+    for key in ("loss", "grad_norm", margins):
+        assert done["two"].series(key) == pytest.approx(alone.series(key), rel=2e-4, abs=1e-6)
+        assert done["again"].series(key) == pytest.approx(done["two"].series(key)[1:], rel=2e-4, abs=1e-6)
+    assert done["once"].series("loss") == pytest.approx(alone.series("loss"), rel=1e-5)
+    for run, key in ((alone, margins), (done["grpo"], "kl")):
+        assert run.series(key)[0] == pytest.approx(0, abs=1e-6), "the reference is what they were"
+        assert abs(run.series(key)[-1]) > 1e-6, "and stays so"
+    assert abs(done["base"].series(margins)[0]) > 1e-4, "the model without them is another one"
+
+
 def computed_in_half(tiny: Path, kind: str, quantize: str | None) -> tuple[float, list[bool]]:
     """The loss of a few tokens in bf16, and which of what is trained has a gradient."""
     own = dict(text.split("=") for text in ARGUMENTS.get(kind, []))

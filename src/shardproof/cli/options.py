@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from shardproof.cli import elsewhere
+from shardproof.cli.from_swift import environment as swift_environment
 from shardproof.cli.from_swift import options as swift_options
 from shardproof.cli.from_swift import places as swift_places
 from shardproof.cli.from_swift.values import ADDED
@@ -30,6 +31,7 @@ from shardproof.data.forms.halves import printable
 from shardproof.data.sources.records import KINDS
 from shardproof.errors import ConfigError
 from shardproof.train.options.option import flag as flag
+from shardproof.train.options.option import with_line_ends
 
 OF_ROWS = {*KINDS} - {".json"}  # ends of files that hold no options
 
@@ -210,6 +212,8 @@ def parse(
     for action in parser._actions:
         if not action.option_strings and values.get(action.dest) == "":  # a variable of a script
             raise ConfigError(f"{action.metavar or action.dest} is empty. Give it a value.")
+    if "system" in values:
+        values["system"] = with_line_ends(values["system"])
     return values
 
 
@@ -326,12 +330,14 @@ def from_variables(model: type[BaseModel], environment: Mapping[str, str], start
     Raises:
         ConfigError: a variable asks for what is not done here, two say one thing, or a value cannot be.
     """
-    if others := swift_options.other_meanings(environment):
+    if others := swift_environment.other_meanings(environment):
         raise ConfigError(f"The variable {others[0]}. Unset it.")
-    names = {option: variable for variable, option in swift_options.set_in(environment).items()}
+    if "fps" in model.model_fields:
+        _say_without_effect(swift_environment.of_anybody(environment))
+    names = {option: variable for variable, option in swift_environment.set_in(environment).items()}
     return {
         option: _checked(model, option, value, f"The variable {names[option]}={value}")
-        for option, value in swift_options.from_environment(environment).items()
+        for option, value in swift_environment.from_environment(environment).items()
         if option in model.model_fields and not (started and option == "nproc")
     }
 

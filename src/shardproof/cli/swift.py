@@ -26,20 +26,19 @@ from shardproof.cli.from_swift.defaults import (
     is_on,
     takes_betas,
 )
-from shardproof.cli.from_swift.environment import of_environment
-from shardproof.cli.from_swift.models import longest, looks_or_hears, without_parts
+from shardproof.cli.from_swift.environment import of_environment, other_meanings
+from shardproof.cli.from_swift.hubs import with_hub
+from shardproof.cli.from_swift.models import against_vllm, longest, looks_or_hears, with_files, without_parts
 from shardproof.cli.from_swift.options import (
     as_words,
     at_odds,
     hint,
     meant_as_ours,
-    other_meanings,
     ours,
 )
-from shardproof.cli.from_swift.places import placed, without_token
+from shardproof.cli.from_swift.places import placed
 from shardproof.cli.from_swift.tuners import of_other_tuners, with_new_blocks
 from shardproof.cli.from_swift.values import ADDED, NLG, TOWERS
-from shardproof.data.sources.hub import hub_name
 from shardproof.errors import ConfigError
 from shardproof.plugins import Plugins, check_names
 from shardproof.train.checks.contradictions import OF_ANSWERS, check_together
@@ -120,14 +119,20 @@ def translate(text: str) -> tuple[str, list[str], list[str]]:
 
 
 def _brought_over(line: shell.Line) -> tuple[str, list[str], list[str]]:
+    notes: list[str] = []
+    line = with_hub(line, notes)
     if encodes(line):
-        return _of_encoded(line)
+        return _of_encoded(line, notes)
     if line.command in FINISHED:
-        return _of_finished(line)
+        return _of_finished(line, notes)
+    return _of_run(line, notes)
+
+
+def _of_run(line: shell.Line, notes: list[str]) -> tuple[str, list[str], list[str]]:
+    """Our command, what is worth knowing about it, and what has no equivalent."""
     config = _config(line.command)
     given = [name for name, _ in line.options]
     known = meant_as_ours({*config.model_fields, "run_file"}, given)
-    notes: list[str] = []
     values, missing = _adopted(line, known, notes)
     missing += line.missing
     with_new_blocks(values)
@@ -137,17 +142,17 @@ def _brought_over(line: shell.Line) -> tuple[str, list[str], list[str]]:
     for name in (*own_model, *rows):
         if name not in values and not any(f"--{name}" in reason for reason in missing):
             raise ConfigError(f"There is no --{name} in this command, and ms-swift has no default for it.")
-    for name, value in of_environment(line.variables, notes).items():
+    for name, value in of_environment(line.variables, line.exported, notes).items():
         values.setdefault(name, [value])
     missing += other_meanings(line.variables, of_swift=True)
     built = _built(config, values)
     if looks_or_hears(values.get("model", [""])[0]):
+        with_files(values, notes)
         _freeze_towers(values, given, notes)
     _add_defaults(values, known, notes, int(nodes) if (nodes := line.variables.get("NNODES", "1")).isdigit() else 1)
     _leave_out_what_does_nothing(values, notes)
     if "rlhf_type" in known:
         missing += _without_meaning(values, built)
-    _tell_of_hub(values, line, notes)
     if not missing:
         missing += _refused(config, values)
     if line.dressed:
@@ -162,43 +167,48 @@ def _written(command: str, values: dict[str, list[str]]) -> str:
     return " \\\n    ".join([f"shardproof {command}", *lines])
 
 
-def _of_encoded(line: shell.Line) -> tuple[str, list[str], list[str]]:
+def _of_encoded(line: shell.Line, notes: list[str]) -> tuple[str, list[str], list[str]]:
     """The same of an export that encodes rows. What is not of rows decides nothing there, and is left out."""
     recipe, line = for_recipe(line)
-    config, notes = _config(recipe), list[str]()
+    config = _config(recipe)
     known = meant_as_ours({*config.model_fields}, [name for name, _ in line.options])
     values, missing = _adopted(line, known, notes)
     missing += [*line.missing, *other_meanings(line.variables, of_swift=True)]
-    for name, value in of_environment(line.variables, notes).items():
+    for name, value in of_environment(line.variables, line.exported, notes).items():
         values.setdefault(name, [value])
     values.setdefault("bad_rows", DEFAULTS["bad_rows"].split())
-    for name in [name for name in values if not about_rows(config, name)]:
-        notes.append(f"{options.flag(name)} {' '.join(values.pop(name))} is left out: it decides nothing about rows")
+    idle = [name for name in values if not about_rows(config, name)]
+    notes += [
+        f"{options.flag(name)} {' '.join(values.pop(name))} is left out: it decides nothing about rows" for name in idle
+    ]
     if not missing:
         missing += _refused(config, values)
     return _written(f"data encode{' rlhf' if recipe == 'rlhf' else ''}", values), notes, missing
 
 
-def _of_finished(line: shell.Line) -> tuple[str, list[str], list[str]]:
+def _of_finished(line: shell.Line, notes: list[str]) -> tuple[str, list[str], list[str]]:
     """The same of a command about a finished model."""
     config, parser = FINISHED[line.command]
     argv = [word for name, given in line.options for word in as_words(options.flag(name), given)]
-    notes: list[str] = []
     words: list[str] = []
-    missing = [*other_meanings(line.variables, of_swift=True), *line.missing]
+    missing = [*other_meanings(line.variables, of_swift=True), *line.missing, *against_vllm(line.options)]
     try:
         words, idle = placed(line.command, argv, config.model_fields)
         notes += [f"{reason} is left out" for reason in idle]
         given = {word for word in words if word.startswith("--")}
-        for name, value in of_environment(line.variables, notes).items():
+        for name, value in of_environment(line.variables, line.exported, notes).items():
             about_rows = line.command != "export" or "--quantize" in given  # of which a plain export has none
             if about_rows and name in config.model_fields and options.flag(name) not in given:
                 words += [options.flag(name), value]
+            elif name != "nproc" or value != "1":
+                said = options.flag(name) in given
+                why = "another option says it" if said else f"'shardproof {line.command}' has no use for it here"
+                notes.append(f"{options.flag(name)} {value}, a variable there, is left out: {why}")
         found = options.parse(parser(), words, command=line.command)
         options.build(config, {name: value for name, value in found.items() if name in config.model_fields})
     except ConfigError as error:
         missing.append(str(error))
-    return shlex.join(["shardproof", line.command, *without_token(words, notes)]), notes, missing
+    return shlex.join(["shardproof", line.command, *words]), notes, missing
 
 
 def _adopted(line: shell.Line, known: Collection[str], notes: list[str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -206,10 +216,10 @@ def _adopted(line: shell.Line, known: Collection[str], notes: list[str]) -> tupl
     values: dict[str, list[str]] = {}
     missing: list[str] = []
     said: dict[str, tuple[str, list[str]]] = {}
+    judged = any(name == "task_type" and given not in (["causal_lm"], ["none"]) for name, given in line.options)
     for name, given in line.options:
-        given = [text.replace("\\n", "\n") for text in given] if name == "system" else given
         flag = options.flag(name)
-        if name == "packing" and name not in known and given[:1] not in (["false"], ["False"]):
+        if name == "packing" and (name not in known or judged) and given[:1] not in (["false"], ["False"]):
             notes.append(PACKED)
             name = "padding_free"
         try:
@@ -269,26 +279,6 @@ def _refused(config: type[RunConfig], values: dict[str, list[str]]) -> list[str]
     except ConfigError as error:
         return [f"the command as it stands is refused: {error}"]
     return []
-
-
-def _tell_of_hub(values: dict[str, list[str]], line: shell.Line, notes: list[str]) -> None:
-    """Swift asks another hub than we do, unless it is told to."""
-    asked = line.variables.get("USE_HF", "0").lower() in ("1", "true")
-    told = asked or any(name == "use_hf" for name, _ in line.options)
-    named = [
-        hub_name(source.partition("#")[0])
-        for name in ("dataset", "val_dataset", "chord_sft_dataset")
-        for source in values.get(name, [])
-    ]
-    if not told and any(name is not None and not name.modelscope for name in named):
-        notes.append(
-            "datasets of a hub are those of Hugging Face's here, and of ModelScope's there: MS:: in front says so"
-        )
-    if any(named):
-        notes.append(
-            "rows of a hub are read as they stand: columns, subsets and code that ms-swift's own list has for some"
-            " datasets are not here; 'shardproof data show' prints rows as the model will see them"
-        )
 
 
 def _config(command: str) -> type[RunConfig]:

@@ -52,6 +52,7 @@ class CachedRows(RowSource):
         with _quietly():
             self._rows = datasets.load_from_disk(str(folder / ROWS))
         self._sums = array("I", self._rows.data.column("sum").to_numpy().tobytes())
+        self._source, self._line = (self._rows.data.column(name).to_numpy() for name in ("source", "line"))
 
     def __len__(self) -> int:
         return len(self._sums)
@@ -69,8 +70,7 @@ class CachedRows(RowSource):
         return Row(messages, *self.place(number), extra, kind)
 
     def place(self, number: int) -> tuple[str, int]:
-        table = self._rows.data
-        return self.said["sources"][table.column("source")[number].as_py()], table.column("line")[number].as_py()
+        return self.said["sources"][self._source[number]], int(self._line[number])
 
     def checksum(self, number: int) -> int:
         return self._sums[number]
@@ -110,9 +110,8 @@ class CachedRows(RowSource):
         whole = len(places) == len(numbers) and bool((places == np.arange(len(numbers))).all())
         with _quietly():  # chosen rows lie on a disk of their own, too: whoever looks at a table sees no choice
             found = dataset if whole else dataset.select(places).flatten_indices()
-        source, line = (self._rows.data.column(name).to_numpy() for name in ("source", "line"))
         rows = numbers[places]
-        found.places = Places.of(self.said["sources"], source[rows], line[rows])
+        found.places = Places.of(self.said["sources"], self._source[rows], self._line[rows])
         found.numbers = array("q", of.astype("int64").tobytes())
         found.cut = array("q", of[np.isin(rows, self.said["cut"])].astype("int64").tobytes())
         return found, whole and len(wanted) == len(self)

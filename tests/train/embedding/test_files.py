@@ -96,6 +96,12 @@ def test_so_they_do_at_every_stage_checkpointed_and_with_adapters(trained: Any, 
 
 
 @pytest.mark.slow
+def test_so_they_do_where_they_share_rows(trained: Any, tiny_models: Any, seen: Path) -> None:
+    shared = {"stage": 3, "sequence_parallel": 2, "per_device_batch_size": 4}
+    check(trained, tiny_models("qwen2_5_vl"), seen / "rows.jsonl", [shared])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "internvl", "llava", "minicpmv4_6"])
 def test_so_they_do_of_other_families(trained: Any, tiny_models: Any, seen: Path, name: str) -> None:
     check(trained, tiny_models(name), seen / "rows.jsonl", [STAGES[3]])

@@ -32,7 +32,6 @@ def check(**options: Any) -> None:
     [
         ({"packing": True}, "--task embedding and --packing: a text has an embedding of its own"),
         ({"chunked_loss": True}, "--chunked-loss"),
-        ({"sequence_parallel": 2}, "--sequence-parallel"),
         ({"num_labels": 2}, "--num-labels: nothing is told apart"),
         ({"chat_template": "chatml"}, "--chat-template: texts are read as they stand"),
         ({"plain": True}, "--plain: texts are read as they stand"),

@@ -50,6 +50,33 @@ def test_adapters(trained) -> None:
     check(trained, "decoder", "matched", [{"stage": 0}, {"stage": 3}], **LORA)
 
 
+def test_ranks_that_share_rows(trained) -> None:
+    """Two of them have the micro-batch of one."""
+    shared = {"sequence_parallel": 2, "per_device_batch_size": 8}
+    check(trained, "decoder", "matched", [{"stage": 3, **shared}])
+
+
+@pytest.mark.slow
+def test_ranks_that_share_rows_in_other_ways(trained) -> None:
+    shared = {"sequence_parallel": 2, "per_device_batch_size": 8}
+    for more in (LORA, {"pooling": "mean"}):
+        check(trained, "decoder", "matched", [{"stage": 0, **shared}, {"stage": 1, **shared}], **more)
+    check(trained, "decoder", "scored", [{"stage": 2, **shared}], "--loss", "cosine_similarity")
+
+
+@pytest.mark.slow
+def test_groups_of_ranks_that_share_rows(trained) -> None:
+    """Four ranks in two groups, whose texts are negatives of each other."""
+    options = (*COMMON, "--model", "MODELS/decoder", "--dataset", "FILES/matched.jsonl")
+    options += ("--val-dataset", "FILES/matched-held.jsonl")
+    shape = {"gradient_accumulation_steps": 1}
+    ((one, _),) = trained(1, [{"stage": 0, "per_device_batch_size": 8, **shape}], *options)
+    ((four, _),) = trained(4, [{"stage": 3, "per_device_batch_size": 4, "sequence_parallel": 2, **shape}], *options)
+    for key in KEYS:
+        mine, one_s = ([record[key] for record in records if key in record] for records in (four, one))
+        assert mine == pytest.approx(one_s, rel=2e-4, abs=1e-5), key
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("begin", ["pissa", "olora"])
 def test_adapters_that_begin_otherwise(trained, begin: str) -> None:

@@ -40,7 +40,7 @@ def test_two_ranks_say_what_one_says(rlhf, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("kto", "rm"))])
+@pytest.mark.parametrize("kind", ["dpo", "kto", "rm", "gkd"])
 def test_so_do_two_that_share_rows(rlhf, kind: str) -> None:
     one = evaluated(rlhf, kind, 1, micro=2)
     assert evaluated(rlhf, kind, 2, micro=2, sequence_parallel=2) == pytest.approx(one, rel=1e-4, abs=1e-5)

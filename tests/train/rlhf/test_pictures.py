@@ -157,7 +157,7 @@ def test_so_it_does_of_pictures_in_slices(rlhf: Any, pictured: Path, slicing: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", "kto", "orpo", "rm", "grpo"])
+@pytest.mark.parametrize("kind", ["dpo", "kto", "orpo", "rm", "grpo", "gkd"])
 def test_so_it_does_where_ranks_share_rows(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
     four = {"per_device_batch_size": 4} if kind == "kto" else {"gradient_accumulation_steps": 2}
     check(rlhf, options(kind, pictured, seeing), [{"stage": 3, "sequence_parallel": 2, **four}])

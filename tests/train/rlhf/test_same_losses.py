@@ -319,7 +319,7 @@ def test_what_a_teacher_is_asked_of_may_be_learnt_besides(rlhf: Any) -> None:
 
 
 SHARED = {"sequence_parallel": 2, "gradient_accumulation_steps": 2}  # two ranks have the rows of one
-OFFLINE = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("kto", "orpo", "simpo", "cpo", "rm")]
+OFFLINE = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("kto", "orpo", "simpo", "cpo", "rm", "gkd")]
 
 
 @pytest.mark.slow
@@ -329,6 +329,12 @@ def test_so_they_do_where_ranks_share_rows(rlhf: Any, kind: str) -> None:
     check(rlhf, kind, [{"stage": 3, **shared}, {**CHECKPOINTED[1], **shared}])
     per_rank = [{"stage": 3, "max_steps": 1, **shared}]
     assert rlhf(2, per_rank, *COMMON[:2], *ALGORITHMS[kind], find=bytes_in_attention) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, LORA], ids=["full", "lora"])
+def test_so_does_a_student_of_the_likeliest_tokens(rlhf: Any, more: dict[str, Any]) -> None:
+    check(rlhf, "gkd", [{"stage": 3, **SHARED}, {"stage": 1, **SHARED}], gkd_logits_topk=16, sft_alpha=0.5, **more)
 
 
 WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {

@@ -19,7 +19,7 @@ def missing(said: str, instead: str = "") -> ConfigError:
 WITHOUT_EFFECT = {
     "tuner_backend": "adapters are PEFT's",
     "template_backend": "templates are the tokenizer's",
-    "use_hf": "models and datasets are of the Hugging Face hub, and with MS:: in front of ModelScope's",
+    "use_hf": "names are of the Hugging Face hub, and with MS:: in front of ModelScope's",
     "check_model": "files are read where they lie",
     "add_version": "a new folder is made unless --output-dir is given",
     "dataset_num_proc": "rows are encoded on all cores",
@@ -178,7 +178,6 @@ INSTEAD = {
     " be async and ask a server of the judge ('vllm serve MODEL')",
     "data_seed": "--seed is that of the order of rows, too",
     "freeze_parameters_ratio": r"--freeze-parameters takes regular expressions for names, such as 'layers\.[0-9]\.'",
-    "model_kwargs": "--max-pixels and --max-frames say how much of a file is taken",
     "enable_channel_loss": "--val-dataset FILE FILE tells the loss of each file, of rows of one kind",
     "response_prefix": "'shardproof infer' has it; in training what every answer begins with is written by the"
     " template: --chat-template",
@@ -222,9 +221,10 @@ INSTEAD = {
     "ignore_data_skip": "'shardproof export CHECKPOINT FOLDER', and --model FOLDER begins anew from its weights",
     "resume_only_model": "'shardproof export CHECKPOINT FOLDER', and --model FOLDER begins anew from its weights",
     **dict.fromkeys(
-        ("push_to_hub", "hub_model_id", "hub_token"),
+        ("push_to_hub", "hub_model_id"),
         "'shardproof export runs/RUN FOLDER --push-to-hub OWNER/NAME' does it when the run is done",
     ),
+    "hub_token": "HF_TOKEN in the environment says it, which no list of processes shows",
     "packing_length": "--max-length is the length of packed rows",
     "label_smoothing_factor": "only 'shardproof sft' smooths tokens; --label-smoothing of dpo is about pairs",
     "tf32": "torch.set_float32_matmul_precision('high') in a file of --external-plugins, or --precision bf16",

@@ -4,27 +4,74 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardproof.train.model.lacking import OF_SWIFT
 
+# Families of models that take more than text, by their names. Of one that does not there is nothing to freeze, which
+# its run says; of one that is missing here towers would be trained without a word.
+_SEEING = re.compile(
+    r"omni|audio|vision|multimodal|(^|[-_/.\d])vl|qvq|ocr|[-_/](asr|tts)|glm-[\d.]*v|glm-edge-v|autoglm|glyph|cog(agent|vlm)"
+    r"|llava|intern-?vl|intern-s|xcomposer|minicpm-?(o|v|llama)|(?<!embedding)gemma-?[34]|(med|pali|diffusion)gemma"
+    r"|qwen3\.[5-9]|kimi-k(2\.[5-9]|3)|minimax-m3|mimo-v2\.5|llama-?4|(mistral-small|ministral)-3|pixtral|ovis|emu3|janus"
+    r"|florence|idefics|molmo|owl|mineru|ui-tars|valley|muse-glimmer|midasheng|uembed|reranker-m0"
+)
+
 
 def looks_or_hears(model: str) -> bool:
-    """Whether the name of a model says that it takes more than text."""
-    return bool(re.search(r"omni|audio|vision|llava|internvl|minicpm-?[vo]|gemma-?3|(^|[-_/.\d])vl", model.lower()))
+    """Whether a model takes more than text, as the config of its folder or its name says."""
+    return _has_parts(_config_of(model)) or bool(_SEEING.search(model.lower()))
+
+
+# What of a file is taken by default there, and is not here: by what a name holds, the first that fits.
+_TAKEN = (
+    (r"qwen3[-_]vl[-_]embedding", {"max_image_tokens": "1800", "fps": "1", "max_frames": "64"}),
+    (r"qwen3[-_]vl[-_]reranker", {"max_image_tokens": "1280", "fps": "1", "max_frames": "64"}),
+    (r"qwen[^/]*(vl|omni)|qvq|qwen3\.[5-9]|(keye|mimo)-vl", {"fps": "2", "max_frames": "768"}),
+)
+_SAME_BOUND = {"max_image_tokens": "max_pixels"}
+
+
+def against_vllm(options: Sequence[tuple[str, list[str]]]) -> list[str]:
+    """Why a command cannot have vLLM answer here, as it can there."""
+    given = {name: " ".join(values) for name, values in options}
+    if given.get("infer_backend", "").lower() != "vllm":
+        return []
+    if folder := given.get("adapters") or given.get("ckpt_dir"):
+        merged = f"{folder.rstrip('/')}-merged"
+        return [
+            f"--infer-backend vllm: it is given whole models; 'shardproof export {folder} {merged}', and ask that one"
+        ]
+    if (model := given.get("model", "")) and looks_or_hears(model):
+        return [f"--infer-backend vllm: it is asked about text alone, and {model} takes files, too; leave it out"]
+    return []
+
+
+def with_files(values: dict[str, list[str]], notes: list[str]) -> None:
+    """Write out how much ms-swift takes of files that rows name."""
+    name = values["model"][0].lower()
+    for option, value in next((taken for fits, taken in _TAKEN if re.search(fits, name)), {}).items():
+        if _SAME_BOUND.get(option) not in values:
+            values.setdefault(option, [value])
+    if "max_seconds" not in values:
+        notes.append("a sound or video of more than a minute makes a bad row, there not: --max-seconds N allows more")
 
 
 def without_parts(values: dict[str, list[str]], given: Collection[str], notes: list[str]) -> None:
     """Leave out what is said of the parts of a model of text: nothing there, where it has none."""
     config = _config_of(values.get("model", [""])[0])
-    if not config or any(re.search("vis|vit|aud|image|thinker", name) for name in config):
+    if not config or _has_parts(config):
         return
     for option, theirs in OF_SWIFT.items():
         if option in values and not {*given}.isdisjoint(theirs):
             said = f"--{option.replace('_', '-')} {' '.join(values.pop(option))}"
             notes.append(f"{said} is left out: {values['model'][0]} is a model of text, of whose parts it says nothing")
+
+
+def _has_parts(config: dict[str, Any]) -> bool:
+    return any(re.search("vis|vit|aud|image|thinker", name) for name in config)
 
 
 def longest(model: str) -> int | None:

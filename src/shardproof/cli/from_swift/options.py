@@ -6,7 +6,7 @@ default stands here, so that its commands run as they are, or are refused by nam
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from shardproof.cli.from_swift.missing import HARMLESS, INSTEAD, MISSING, WITHOUT_EFFECT, missing
 from shardproof.cli.from_swift.values import ADDED, RL, SPECIAL, Ours
@@ -67,44 +67,7 @@ VALUES = {
     "best_metric": {"rouge-l": "rouge_l", "bleu-4": "bleu"},
 }
 
-# Variables that have one meaning here.
-ONLY = {
-    "QWENVL_BBOX_FORMAT": "legacy",
-    "GENERATIVE_RERANKER_POSITIVE_TOKEN": "yes",
-    "GENERATIVE_RERANKER_NEGATIVE_TOKEN": "no",
-}
-# Those by which its templates and losses take something else of a row, and that nothing here reads. Of the second ones,
-# whose names may be of anything, only a command of Swift's is told.
-UNREAD = (
-    *("IMAGE_FACTOR", "FRAME_FACTOR", "SPATIAL_MERGE_SIZE", "MIN_PIXELS", "USE_AUDIO_IN_VIDEO", "FPS_MIN_FRAMES"),
-    *("VIDEO_MIN_PIXELS", "VIDEO_TOTAL_PIXELS", "VIDEO_MAX_NUM", "VIDEO_SEGMENTS"),
-    *("IMAGE_MIN_TOKEN_NUM", "VIDEO_MIN_TOKEN_NUM"),
-    *("MAX_SLICE_NUMS", "VIDEO_MAX_SLICE_NUMS", "MAX_NUM_FRAMES", "MAX_PARTITION"),
-    "INFONCE_HARD_NEGATIVES",
-)
-COMMON = "MAX_RATIO", "MAX_NUM", "INPUT_SIZE", "SAMPLING_RATE", "HD_NUM", "NUM_FRAMES", "NUM_CROPS", "N_MELS"
-OF_FILES = (
-    "--max-pixels, --max-frame-pixels, --max-frames and --fps say how much of a file is taken, --max-image-tokens and"
-    " --max-frame-tokens how many tokens it becomes at most"
-)
-
 RPO = "--rpo-alpha"  # adds a loss to that of another option
-
-# Options that are variables there.
-VARIABLES = {
-    "NPROC_PER_NODE": "nproc",
-    "MAX_PIXELS": "max_pixels",
-    "ROOT_IMAGE_DIR": "media_root",
-    "VIDEO_MAX_PIXELS": "max_frame_pixels",
-    "IMAGE_MAX_TOKEN_NUM": "max_image_tokens",
-    "VIDEO_MAX_TOKEN_NUM": "max_frame_tokens",
-    "FPS_MAX_FRAMES": "max_frames",
-    "ENABLE_AUDIO_OUTPUT": "enable_audio_output",
-    "MAX_POSITIVE_SAMPLES": "max_positives",
-    "MAX_NEGATIVE_SAMPLES": "max_negatives",
-    "INFONCE_TEMPERATURE": "loss_temperature",
-    "LISTWISE_RERANKER_TEMPERATURE": "loss_temperature",
-}
 
 
 def _deepspeed(values: list[str], notes: list[str]) -> Ours:
@@ -302,43 +265,3 @@ def at_odds(option: str, first: tuple[str, list[str]], second: tuple[str, list[s
         return f"{said} Leave one out."
     losses = " ".join(second[1] if first[0] == RPO else first[1])
     return f"{said} In place of {RPO} X, give all losses and weights: --loss-type {losses} sft --loss-weights 1 X."
-
-
-def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The options that Swift's users give as variables.
-
-    Raises:
-        ConfigError: two variables are one option here, and say two things.
-    """
-    said: dict[str, str] = {}
-    for name, option in set_in(environment).items():
-        if environment[name] != said.get(option, environment[name]):
-            pair = " and ".join(
-                f"{one}={environment[one]}" for one, its in set_in(environment).items() if its == option
-            )
-            raise ConfigError(f"The variables {pair} are one option here, {flag(option)}. Unset one of them.")
-        said[option] = environment[name]
-    return said
-
-
-def set_in(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those of VARIABLES that have a value."""
-    return {name: option for name, option in VARIABLES.items() if environment.get(name)}
-
-
-def other_meanings(environment: Mapping[str, str], of_swift: bool = False) -> list[str]:
-    """Variables of Swift's that ask for what is not done here, and what is; `of_swift`: they are all for Swift."""
-    unread = [name for name in (*UNREAD, *(COMMON if of_swift else ())) if environment.get(name, "")]
-    return [
-        *(
-            f"{name}={environment[name]}: what happens here is {only!r}"
-            for name, only in ONLY.items()
-            if environment.get(name, only) != only
-        ),
-        *(
-            f"{name}={environment[name]}: nothing here reads it"
-            + ("; all positives and negatives of a row are taken" if "TIVE" in name else f"; {OF_FILES}")
-            for name in unread
-            if environment[name].lower() not in ("0", "false", "none")
-        ),
-    ]

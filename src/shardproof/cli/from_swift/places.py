@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from shardproof.cli.from_swift.missing import missing
+from shardproof.cli.from_swift.hubs import PUSHED
+from shardproof.cli.from_swift.missing import is_on, missing
 from shardproof.cli.from_swift.options import VALUES, as_words, ours, split_options
+from shardproof.data.sources import modelscope
 from shardproof.errors import ConfigError
 from shardproof.train.options.option import flag
 
@@ -24,14 +26,14 @@ PACKED = {
     **{(method, "4"): "int4" for method in ("awq", "gptq", "gptq_v2")},
     **{(method, "8"): "int8" for method in ("gptq", "gptq_v2")},
 }
-PUSHES = [("push_to_hub", value) for value in ("true", "false", "True", "False")]  # ours names a repository
+PUSHES = ("true", "false", "")  # Swift's values of an option that names a repository here
 CALIBRATED = ("awq", "gptq", "gptq_v2")
 WITHOUT_EFFECT = {
     "infer": {
         "merge_lora": "adapters answer as they are",
         "torch_dtype": "weights keep the dtype of their files",
         "attn_impl": "the model's own",
-        "load_data_args": "--val-dataset names the rows",
+        "load_data_args": "--dataset names the rows to answer; without it the command chats",
         "load_args": "what a run has said of its template and system message holds, always",
         "write_batch_size": "each answer is written when it is there",
         "strict": "--bad-rows stop is what happens here",
@@ -91,6 +93,7 @@ def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[l
     runs: dict[str, str] = {}
     method: dict[str, str] = {}
     pushed: dict[str, str] = {}
+    on_hugging_face = False
     target: str | None = None
     for given, values in split_options(argv, places):
         name, text = given[2:].replace("-", "_"), " ".join(values)
@@ -102,7 +105,7 @@ def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[l
             target = text
         elif command == "export" and name in ("quant_method", "quant_bits"):
             method[name] = text.lower().replace("none", "")
-        elif command == "export" and (name == "hub_model_id" or (name, text) in PUSHES):
+        elif command == "export" and (name == PUSHED or (name == "push_to_hub" and text.lower() in PUSHES)):
             pushed[name] = text
         elif name in RENAMED[command]:
             option = RENAMED[command][name]
@@ -118,6 +121,7 @@ def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[l
                 raise missing(f"{given} {text}", instead)
             notes.append(f"{given} (that is what happens here)")
         else:  # as in a run, which has what Swift takes everywhere
+            on_hugging_face |= name == "use_hf" and is_on(values)
             found = ours(name, values, known)
             if isinstance(found, str):
                 notes.append(f"{given} ({found})")
@@ -126,7 +130,7 @@ def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[l
             else:
                 words += [w for option, said in found for w in as_words(flag(option), said)]
     kind = _packed(method, words, notes)
-    words += _pushed(pushed, notes)
+    words += _pushed(pushed, on_hugging_face, notes)
     if not runs and target is None:
         return [*places, *words], notes
     named = next((name for name in RUN if name in runs), None)
@@ -135,35 +139,31 @@ def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[l
     notes += [f"{flag(name)} (--{named} says it)" for name in RUN if name in runs and name != named]
     if command == "export" and len(places) < 2:
         source = runs[named] if named is not None else "".join(places)
-        places = [source, target if target is not None else f"{source.rstrip('/')}-{kind or 'merged'}"]
+        base = (modelscope.named(source) or source).rstrip("/")
+        places = [source, target if target is not None else f"{base}-{kind or 'merged'}"]
     elif named is not None:
         places = [runs[named]]
     return [*places, *words], notes
 
 
-def _pushed(said: dict[str, str], notes: list[str]) -> list[str]:
+def _pushed(said: dict[str, str], on_hugging_face: bool, notes: list[str]) -> list[str]:
     """Where Swift puts a model, in our words. Its name alone puts it nowhere.
 
     Raises:
-        ConfigError: it is to be put there, and has no name.
+        ConfigError: it is to be put there, and has no name, or might go to either hub.
     """
-    name = said.get("hub_model_id", "none")
-    if said.get("push_to_hub", "false").lower() != "true":
+    name = said.get(PUSHED, "none")
+    if said.get("push_to_hub", "false").lower() not in ("true", ""):
         notes += [f"{flag(option)} (nothing is pushed)" for option in said]
         return []
     if name.lower() in ("", "none"):
         raise ConfigError("--push-to-hub true needs --hub-model-id OWNER/NAME: where to?")
+    if not on_hugging_face and modelscope.named(name) is None:
+        raise ConfigError(
+            f"--push-to-hub true --hub-model-id {name}: ms-swift puts it on ModelScope's hub unless --use-hf true is"
+            f" given. Say which one is meant: --push-to-hub MS::{name}, or {name} for Hugging Face's."
+        )
     return ["--push-to-hub", name]
-
-
-def without_token(words: list[str], notes: list[str]) -> list[str]:
-    """A command as it may be printed."""
-    option = "--hub-token"
-    if option not in words:
-        return words
-    notes.append(f"{option} is left out: HF_TOKEN says it, which no list of processes shows")
-    place = words.index(option)
-    return words[:place] + words[place + 2 :]
 
 
 def _packed(said: dict[str, str], words: list[str], notes: list[str]) -> str:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from shardproof.cli.elsewhere import COMMANDS
 from shardproof.cli.from_swift import files
+from shardproof.cli.from_swift.environment import OF_SWIFT
 from shardproof.cli.from_swift.files import LITERAL
 from shardproof.cli.from_swift.launchers import command_at, launched
-from shardproof.cli.from_swift.options import VARIABLES
 from shardproof.errors import ConfigError
 from shardproof.train.options.option import flag
 
@@ -45,6 +45,7 @@ class Line:
         command: one of READ; 'pt' is 'sft' with other defaults, and stands here as that.
         options: names with underscores and their values, in order; an option that stands there twice does so here.
         variables: what is assigned in front of the command, or above it.
+        exported: those of them that the command sees, and that the text does not use itself.
         dressed: whether a redirection, a pipe or the background was left out.
         missing: what its launcher was told, and nothing here does.
     """
@@ -52,6 +53,7 @@ class Line:
     command: str
     options: list[tuple[str, list[str]]] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)
     dressed: bool = False
     missing: list[str] = field(default_factory=list)
 
@@ -64,21 +66,27 @@ def read(text: str) -> list[Line]:
     """
     commands, dressed = _commands(text)
     variables: dict[str, str] = {}
+    exported: set[str] = set()
+    used = set(re.findall(r"\$\{?(\w+)", text))
     found: list[Line] = []
     for words in commands:
-        words, before = [filled for word in words for filled in _filled(word, variables)], dict(variables)
+        words, before = _all_filled(words, variables), dict(variables)
         here = ((i, at) for i in range(len(words)) if (at := command_at(words, i)) and at[0] in READ)
         start, begins = next(here, (len(words), None))
         for word in words[:start]:
             name, is_assignment, value = word.partition("=")
             if is_assignment and name.isidentifier():
                 variables[name] = value
+                if begins is not None or words[0] == "export":
+                    exported.add(name)
         if begins is not None:
             told = launched(words[:start])
             line = _line([begins[0], *words[begins[1] :]], variables | told.variables)
             line.options, line.missing = [*told.options, *line.options], told.missing
             line.dressed = dressed or "nohup" in words[:start]
+            line.exported |= exported - used
             found.append(line)
+            exported -= variables.keys() - before.keys()
             variables = before  # what stands in front of a command is its own
     if not found:
         hints = [hint for name, hint in _OTHERS.items() if re.search(rf"\bswift {name}\b", " ".join(text.split()))]
@@ -123,6 +131,20 @@ def _commands(text: str) -> tuple[list[list[str]], bool]:
         except ValueError as error:
             raise ConfigError(f"This is no shell command: {error}.") from None
     return commands, bare != text or bool(re.search(r"[|&]", bare))
+
+
+def _all_filled(words: list[str], variables: dict[str, str]) -> list[str]:
+    """The words of a command; what is assigned in front of it counts for the next assignment, not yet for its words."""
+    found: list[str] = []
+    ahead = dict(variables)
+    for number, word in enumerate(words):
+        in_front = all(re.match(r"[A-Za-z_]\w*=", each) for each in words[: number + 1])
+        filled = _filled(word, ahead if in_front else variables)
+        if in_front:
+            name, _, ahead_is = filled[0].partition("=")
+            ahead[name] = ahead_is
+        found += filled
+    return found
 
 
 def _filled(word: str, variables: dict[str, str]) -> list[str]:
@@ -198,7 +220,7 @@ def _line(words: list[str], variables: dict[str, str]) -> Line:
         given = {name for name, _ in line.options}
         line.options += [(name, [value]) for name, value in _PRETRAINING.items() if name not in given]
     shown = [(f"{flag(name)} {' '.join(given)}", " ".join(given)) for name, given in line.options]
-    shown += [(f"{name}={value}", value) for name, value in line.variables.items() if name in VARIABLES]
+    shown += [(f"{name}={value}", value) for name, value in line.variables.items() if name in OF_SWIFT]
     for whole, value in shown:
         _check_known(whole, value)
     line.options = [(name, [value.replace(LITERAL, "$") for value in given]) for name, given in line.options]
@@ -219,6 +241,7 @@ def _take_files(line: Line) -> None:
             *((name, values) for name, values in line.options if name != "config"),
         ]
         line.variables = variables | line.variables
+        line.exported |= variables.keys()
 
 
 def _check_known(whole: str, value: str) -> None:

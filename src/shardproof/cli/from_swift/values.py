@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.cli.from_swift import ray
+from shardproof.cli.from_swift.environment import of_model_kwargs
 from shardproof.cli.from_swift.missing import INSTEAD, is_on, missing
 from shardproof.cli.from_swift.tuners import OF_GALORE, OF_TUNERS, of_galore, of_tuner, use_galore
 from shardproof.data.encoding.agents import check_agent
@@ -381,6 +382,7 @@ SPECIAL: dict[str, Callable[[list[str]], Ours]] = {
     "eval_metric": partial(_metric, {"nlg": NLG}),
     "metric": partial(_metric, {"nlg": NLG, "rouge": NLG, "acc": ["exact_match"]}),  # infer's, too
     "scale_rewards": _scale_rewards,
+    "model_kwargs": of_model_kwargs,
     "use_ray": ray.launcher,
     "device_groups": ray.processes,
     "teacher_deepspeed": _of_teacher,

@@ -221,6 +221,8 @@ _THOUGHTS = """\
     {%- set thinking.turns = thinking.turns + [turn] %}
 {%- endfor %}
 {%- set agent.turns = thinking.turns %}"""
+# One that cuts earlier answers behind their last </think> cuts their calls with it, unless it is told to keep thoughts.
+_KEPT = "{%- set preserve_thinking = preserve_thinking|default(true) %}"
 
 
 def with_agent(template: object, name: str) -> str:
@@ -258,8 +260,12 @@ def with_agent(template: object, name: str) -> str:
         "TOOL": f"({form.tool})",
         "NAME": name,
     }
-    thinks = form.within and "reasoning_content" in template and "split('</think>')" in template
-    text = _JINJA.replace("THOUGHTS\n", f"{_THOUGHTS}\n" if thinks else "")
+    thoughts = ""
+    if form.within and "reasoning_content" in template and "split('</think>')" in template:
+        thoughts = f"{_THOUGHTS}\n"
+    elif form.within and "preserve_thinking" in template:
+        thoughts = f"{_KEPT}\n"
+    text = _JINJA.replace("THOUGHTS\n", thoughts)
     for mark, meant in parts.items():
         text = text.replace(mark, meant)
     if front := _FRONT.search(template):  # before it stand values of --template-variables

@@ -327,6 +327,8 @@ def notes_on(model: Any, config: PlanConfig, sample: Sample | None = None) -> li
         found.append(f"its weights are packed ({method or 'quantised'}): counted is what they are unpacked")
     if config.attn is None and inner.config._attn_implementation == "eager" and knows_ours(inner):
         found.append("its own attention keeps all pairs of a row's tokens; --attn varlen does not")
+    if config.tuner == "randlora" and config.device == "cpu" and config.precision != "fp32":
+        found.append("on a CPU PEFT's RandLoRA computes with copies in fp32, which are not counted")
     known = getattr(text, "max_position_embeddings", None)
     if known and max(config.max_length) > known:
         found.append(f"it knows {known} positions, and --max-length {max(config.max_length)} has more")

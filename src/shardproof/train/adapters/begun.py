@@ -16,6 +16,7 @@ from shardproof.errors import ConfigError, exported
 from shardproof.models.families.anatomy import anatomy
 from shardproof.models.loading.weight_files import weight_map
 from shardproof.models.loading.whole_files import OF_ADAPTERS, check_whole_files
+from shardproof.train.adapters.adalora import with_same_ranks
 from shardproof.train.adapters.kinds import IDLE, OURS
 from shardproof.train.adapters.targets import ALL
 from shardproof.train.folder import ADAPTER, MODEL, base_of, other_weights
@@ -115,8 +116,6 @@ def begun(config: Config) -> Config:
             f" in a row of a batch. Leave {flag(together[0])} out."
         )
     kind = str(said["peft_type"]).lower()
-    if kind == ADALORA and config.command == "rlhf":  # PEFT has one of them in a model
-        raise ConfigError(f"--adapters {config.adapters}: rlhf trains no AdaLoRA on. Merge it: {exported(folder)}.")
     found: dict[str, Any] = {"tuner": kind, "adapters": str(folder.absolute())}
     if "tuner" in given and config.tuner != kind:
         raise ConfigError(
@@ -281,6 +280,7 @@ def with_trained_adapters(model: Any, config: RunConfig, task: str, parts: Seque
     if getattr(config, "rlhf_type", None) in REFERRED:
         _check_head(model, folder)
     give_values(model, folder, "--adapters", "default")
+    how.inference_mode = config.tuner == ADALORA  # of which PEFT takes a second one, a reference, beside one of these
     part_of = anatomy(model).part_of
     trained = [(part_of[name], p) for name, p in model.named_parameters() if p.requires_grad]
     for part, p in trained:
@@ -328,6 +328,7 @@ def refer_to(model: Any, ref_adapters: str | None) -> None:
     """
     if REFERENCE not in getattr(model, "peft_config", ()):  # TRL asks none
         return
+    with_same_ranks(model, REFERENCE)
     if ref_adapters is None:
         model.delete_adapter(REFERENCE)  # then it turns all adapters off
     elif ref_adapters == SAME:
@@ -361,9 +362,10 @@ def load_beside_reference(model: Any, checkpoint: Path) -> None:
     in it, but it names them, and a model without them would be another one."""
     from shardproof.checkpoint.api import load_weights
 
-    referred = any(f".{REFERENCE}." in name for name in Manifest.read(checkpoint).left_out)
+    referred = any(f".{REFERENCE}." in f"{name}." for name in Manifest.read(checkpoint).left_out)
     if referred:
         model.add_adapter(REFERENCE, model.peft_config["default"])
+        with_same_ranks(model, REFERENCE)
     load_weights(model, checkpoint)
     if referred:
         model.delete_adapter(REFERENCE)

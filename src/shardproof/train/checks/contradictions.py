@@ -48,7 +48,6 @@ NOT_OF_EMBEDDINGS = {
     "max_model_len": "a model that embeds keeps its positions",
     "chunked_loss": "there are no logits",
     "liger_kernel": NOT_OF_LABELS["liger_kernel"],
-    "sequence_parallel": "texts are negatives of those of all processes, which would be others",
     "model_type": NOT_OF_LABELS["model_type"],
     "metrics": "metrics of plugins look at logits",
     **KEPT | dict.fromkeys(OF_ANSWERS, "no answers are written"),

@@ -41,7 +41,7 @@ class EmbeddingTrainer(SftTrainer):
         self.model_accepts_loss_kwargs = False  # the model is asked for the vectors of tokens only
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor:
-        return torch.tensor(self.batch_plan.whole, device=device)
+        return torch.tensor(self.batch_plan.whole * self.batch_plan.sequence, device=device)
 
     def _embedded(self, outputs: Any, labels: dict[str, Any]) -> Embedded:
         texts = pooled(outputs["last_hidden_state"], labels["mask"], self.embedding.pooling)
@@ -52,13 +52,15 @@ class EmbeddingTrainer(SftTrainer):
         if self.kind != "infonce":
             return getattr(similarity, self.kind)(mine) / num_items_in_batch  # type: ignore[no-any-return]
         loss = similarity.infonce(self._of_every_rank(mine), self.temperature) / num_items_in_batch
-        ranks = self.accelerator.num_processes
-        return loss / ranks + (loss - loss.detach()) * (1 - 1 / ranks)  # a share of the value, the whole gradient
+        readers = self.batch_plan.readers
+        return loss / readers + (loss - loss.detach()) * (1 - 1 / readers)  # a share of the value, the whole gradient
 
     def _of_every_rank(self, mine: Embedded) -> Embedded:
-        """The batches of all ranks as one, in their order; those of this rank are the ones it has gradients for."""
-        if self.accelerator.num_processes == 1:
+        """The batches of all ranks as one, in their order; those of this rank are the ones it has gradients for. Ranks
+        that share rows have one batch."""
+        if self.batch_plan.readers == 1:
             return mine
+        together = self.batch_plan.sequence
         self._meet()  # ranks that are not through yet may want slices of this one
         device = mine.queries.device
         counts = gather(torch.tensor([[len(mine.queries), len(mine.negatives)]], device=device)).tolist()
@@ -69,9 +71,9 @@ class EmbeddingTrainer(SftTrainer):
         scores = mine.scores.new_ones(1)
         batches = [
             Embedded.of(of_texts[: 2 * rows + more], rows, of_keys[: rows + more], scores.expand(rows))
-            for of_texts, of_keys, (rows, more) in zip(vectors, keys, counts, strict=True)
+            for of_texts, of_keys, (rows, more) in list(zip(vectors, keys, counts, strict=True))[::together]
         ]
-        batches[self.accelerator.process_index] = mine
+        batches[self.accelerator.process_index // together] = mine
         return Embedded.together(batches)
 
     @torch.no_grad()
@@ -92,11 +94,13 @@ class EmbeddingTrainer(SftTrainer):
         self.model.eval()
         batch, mine = self.batch_plan, []
         chunks = in_chunks(range(len(rows)), batch.micro)
-        for indices, counts in self.each_evaluated(eval_batches(chunks, self.args.process_index, batch.readers)):
+        reader, other = divmod(self.args.process_index, batch.sequence)
+        for indices, counts in self.each_evaluated(eval_batches(chunks, reader, batch.readers)):
             inputs = self._prepare_inputs(self.data_collator([rows[i] for i in indices]))
             labels = inputs.pop("labels")
-            found = self._embedded(self.model(**inputs), labels)
-            if counts:
+            with self.sequence:
+                found = self._embedded(self.model(**inputs), labels)
+            if counts and not other:
                 mine.append((indices[0], [part.cpu() for part in found]))
         self.model.train(was_training)
         self._meet()

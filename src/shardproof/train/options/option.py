@@ -40,11 +40,11 @@ Finite = Annotated[float, AfterValidator(_finite)]
 Named = Annotated[str, AfterValidator(os.path.expanduser)]  # a folder, or something of a hub; libraries know no `~`
 
 
-def _with_line_ends(text: str) -> str:
+def with_line_ends(text: str) -> str:
     return text.replace("\\n", "\n")
 
 
-Written = Annotated[str, AfterValidator(_with_line_ends)]  # a text in which a shell leaves `\n` as it is written
+Written = Annotated[str, AfterValidator(with_line_ends)]  # a text in which a shell leaves `\n` as it is written
 
 
 def _at_commas(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardproof.errors import ConfigError
 from shardproof.train.options.option import flag
-from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.options.rlhf_config import RlhfConfig, draws_answers
 
 
 def check_ends(config: RlhfConfig) -> None:
@@ -18,6 +18,15 @@ def check_ends(config: RlhfConfig) -> None:
             raise ConfigError(f"--stop-words and {flag(name)}: {why}. Leave one of them out.")
     if config.stop_words and config.rlhf_type == "gkd" and not (config.lmbda or config.seq_kd):
         raise ConfigError("--stop-words: with --lmbda 0 no answers are written. Leave it out, or add --seq-kd.")
+
+
+def check_shared(config: RlhfConfig) -> None:
+    """Raise ConfigError for ranks that share rows, and would each write answers of their own to them."""
+    if config.sequence_parallel > 1 and config.rlhf_type == "gkd" and draws_answers(config):
+        raise ConfigError(
+            "--sequence-parallel: gkd shares rows of answers that are there, and each process would write others. Add"
+            " --lmbda 0, without --seq-kd, or leave it out."
+        )
 
 
 def check_can_go_on(config: RlhfConfig) -> None:

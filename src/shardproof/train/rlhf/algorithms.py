@@ -78,7 +78,7 @@ ALGORITHMS = {
 MEANT_FOR: dict[str, tuple[str, ...]] = {
     "group_by_length": PAIRED,
     "drop_last": (*PAIRED, "kto", "gkd"),  # what generates leaves them out anyway
-    "sequence_parallel": (*PAIRED, "kto", "grpo", "rloo"),
+    "sequence_parallel": (*PAIRED, "kto", "grpo", "rloo", "gkd"),
     "compile": (*PAIRED, "kto"),  # what is generated has another length with every token
     "beta": ("dpo", "kto", "orpo", "simpo", "cpo", "grpo", "rloo", "gkd", "ppo"),
     "loss_type": ("dpo", "kto", "cpo", "grpo"),

@@ -44,7 +44,7 @@ from shardproof.train.model.reward_models import check_reward_model, check_value
 from shardproof.train.options.config import Batch, SftConfig
 from shardproof.train.options.option import flag
 from shardproof.train.options.rlhf_config import FIPO, REWARDED, RlhfConfig
-from shardproof.train.rlhf.against import check_can_go_on, check_ends
+from shardproof.train.rlhf.against import check_can_go_on, check_ends, check_shared
 from shardproof.train.rlhf.algorithms import ALGORITHMS, check_algorithm, check_cut, own_arguments
 from shardproof.train.rlhf.chord import check_chord, encoded_experts, experts_of
 from shardproof.train.rlhf.environments import check_environments, check_room, factory_of
@@ -100,6 +100,7 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
     batch = check_rows(config, world_size)
     check_algorithm(config, batch)
     check_ends(config)
+    check_shared(config)
     check_can_go_on(config)
     if config.adapters and (config.freeze or config.train_parts):
         raise ConfigError(  # asking the reference, PEFT makes all of them trainable again
