@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 
 # Lines as these libraries print them, and which failure each is.
 LINES = {
+    "error: rank 1 was ended by SIGKILL.": "a process was killed",
+    "RuntimeError: Tensors must be CUDA and dense": "a tensor of the CPU over NCCL",
     "AssertionError: The parameter 447 has already been reduced. Gradient computed twice for this partition. "
     "Multiple gradient reduction is currently not supported": "gradient reduced twice",
     "RuntimeError: Expected to mark a variable ready only once. This error is caused by one of the following reasons: "
@@ -127,6 +129,12 @@ def test_the_command_tells_what_it_means_and_what_to_do(capsys, tmp_path):
     assert main(["explain", "--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(KNOWN)
     assert main(["explain", "--file", str(tmp_path / "none")]) == 2
+
+
+def test_the_list_keeps_names_and_engines_apart(capsys):
+    assert main(["explain", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.split(r"  +", line) for line in lines] == [[known.name, known.engines] for known in KNOWN]
 
 
 def test_each_entry_is_whole():

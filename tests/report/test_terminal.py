@@ -114,12 +114,15 @@ def test_long_work_says_how_much_of_it_is_done(
         told(1, 40)  # the rows to evaluate on
         clock.perf_counter = lambda: 429.0
         told(21, 40)
+        told(1, 4, "calibrating blocks")
+        clock.perf_counter = lambda: 499.0
+        told(2, 4, "calibrating blocks")
     lines = said.err.splitlines()
     assert not said.out
     assert lines[:2] == ["encoding rows: 3 %  6:29 left", "encoding rows: 5 %  6:19 left"]
     assert 15 < len(lines) < 30
     assert "100 %" not in lines[-1]
-    assert capsys.readouterr().err == "encoding rows: 52 %  0:28 left\n"
+    assert capsys.readouterr().err == "encoding rows: 52 %  0:28 left\ncalibrating blocks: 50 %  2:20 left\n"
 
 
 def test_how_far_an_evaluation_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_text_shows_the_template_and_brackets_around_what_is_learnt(shown, file:
     assert f"{file}:2: Every row is longer than --max-length 100" in text
     assert "the process[[ gathers<|im_end|>]]" in text or "the process [[gathers<|im_end|>]]" in text
     assert "--- of all rows: 2 rows, " in text
-    assert "1 rows left out as too long" in text
+    assert "1 row left out as too long" in text
 
 
 def test_what_weighs_more_is_shown_with_its_weight(shown) -> None:
@@ -120,7 +120,9 @@ def test_pictures_and_sounds_stand_there_with_the_tokens_they_take(shown, media:
     asked = r"<\|audio_bos\|><\|AUDIO\|> x \d+ <\|audio_eos\|> is <\|vision_bos\|><\|IMAGE\|> x \d+ <\|vision_eos\|>\?"
     assert re.search(asked, run.output), run.output
     assert "[[no<|im_end|>]]" in run.output
-    assert f"{media}:2: image 1 (none.png): there is no such file" in run.output
+    assert f"--- {media}:2: image 1 (none.png): there is no such file" in run.output
+    left_out = f"--- bad rows, which are left out: 1\n{media}:2: image 1 (none.png): there is no such file"
+    assert left_out in run.output
 
 
 def test_pictures_and_sounds_are_grey_as_the_question_is(media: str, tiny_models, capsys, monkeypatch) -> None:

@@ -43,13 +43,15 @@ def run(argv: Sequence[str]) -> int:
     from shardproof.train.show import show
 
     after_imports(config.verbose)
-    rows, report = show(config, count)
+    rows, report, skipped = show(config, count)
     if as_json:
         for row in rows:
             print(json.dumps(dataclasses.asdict(row) | {"tokens": len(row.input_ids), "learnt": row.learnt}))
-        print(json.dumps({"report": dataclasses.asdict(report)}))
+        print(json.dumps({"report": dataclasses.asdict(report), "skipped": skipped}))
     else:
         print_rows(rows, report)
+        if skipped:
+            print("\n".join([f"--- bad rows, which are left out: {len(skipped):,}", *skipped]))
     return 0
 
 

@@ -39,8 +39,9 @@ def run(argv: Sequence[str]) -> int:
     from shardproof.doctor.known.errors import KNOWN
 
     if found.list:
+        width = max(len(known.name) for known in KNOWN) + 2
         for known in KNOWN:
-            print(f"{known.name:40}{known.engines}")
+            print(f"{known.name:{width}}{known.engines}")
         return 0
     matches = explain(_text(found.text, found.file))
     if not matches:

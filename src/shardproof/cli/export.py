@@ -115,7 +115,7 @@ def run(argv: Sequence[str]) -> int:
     source = run_or_model(source)
     plugins = load(config.external_plugins)
     how = config.dtype, config.max_shard_size, config.trust_remote_code
-    with Share("packing") as told, telling(told):
+    with Share("encoding rows") as told, telling(told):
         done = export(source, folder, *how, plugins, config.model_type, packing)
     merged = (
         f"; merging moved logits by {done.merged_error:.1g} of the largest" if done.merged_error is not None else ""

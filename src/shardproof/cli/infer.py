@@ -276,7 +276,8 @@ def _answer(chat: Any, messages: list[dict[str, Any]], sampling: Any, stream: bo
         print(flush=True)
         text = "".join(pieces).strip()
     if chat.first and not text.strip():
-        print(f"(an answer without text: the model wrote {chat.written})", file=sys.stderr, flush=True)
+        written = chat.written.replace("\n", "\\n")
+        print(f"(an answer without text: the model wrote {written})", file=sys.stderr, flush=True)
     shared: str = chat.shared(lambda: text)
     return shared
 

@@ -343,6 +343,8 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
         print(f"stopped after step {folder.last_step()} of {prepared.steps}" if code else f"done in {duration}")
     if code and not config.writes_checkpoints:
         print("there is no checkpoint to go on from: --save-steps N would have written one, too")
+    elif code and (newest := folder.newest_checkpoint()):
+        print(way_on(config, newest, restarted=restarts() > 0))
     if not code and config.early_stop and folder.last_step() < prepared.steps:
         worse = f"{config.best_metric} was no better in {config.early_stop} evaluation(s)"
         print(f"ended after step {folder.last_step()} of {prepared.steps}: {worse}")

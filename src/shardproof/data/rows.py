@@ -305,8 +305,9 @@ def _check(source: Source, form: Form) -> tuple[array[int], list[BadRow], dict[s
             bad.append(BadRow(source.name, line, str(problem), problem.columns))
         else:
             good.append(number)
-    here = {field: column for field, column in source.columns.items() if field not in seen}
-    check_columns([source.name], here, list(seen))
+    if not good:  # of rows that say it otherwise, the fields of all files tell whether a column is nowhere
+        here = {field: column for field, column in source.columns.items() if field not in seen}
+        check_columns([source.name], here, list(seen))
     return good, bad, seen
 
 

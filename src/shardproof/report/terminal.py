@@ -19,20 +19,22 @@ class Share:
     less than `quiet` seconds is not told of.
 
     Args:
-        name: what is done, in a word or two.
+        name: what is done, in a word or two, unless a call says otherwise.
         shown: whether to say anything: one rank does.
     """
 
     def __init__(self, name: str, shown: bool = True, quiet: float = 10.0) -> None:
         self.name, self.shown, self.quiet = name, shown, quiet
+        self.now = name
         self.bar: Any = None
         self.first = self.done = 0  # what was through when it was heard of, and is now
         self.started = self.last = 0.0
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, done: int, total: int, name: str = "") -> None:
         """`done` of `total` are through. Fewer than before: this is of other work, which begins."""
         if not self.shown:
             return
+        self.now = name or self.name
         if sys.stderr.isatty():
             self.measured(done, total)
             self._draw(done, total)
@@ -48,7 +50,7 @@ class Share:
         if not self.first < done < total:
             return ""
         left = clock((now - self.started) / (done - self.first) * (total - done))
-        return f"{self.name}: {100 * done / total:.0f} %  {left} left"
+        return f"{self.now}: {100 * done / total:.0f} %  {left} left"
 
     def line(self, done: int, total: int) -> str:
         """The same where a line is due: rarely, where it takes hours."""
@@ -67,7 +69,7 @@ class Share:
             self.bar.add_task(self.name)
             self.bar.start()
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=done, total=total)
+            self.bar.update(self.bar.task_ids[0], description=self.now, completed=done, total=total)
         if done == total:
             self._clear()
 

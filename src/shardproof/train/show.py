@@ -57,8 +57,9 @@ class Shown:
         return len(self.labels) - self.labels.count(IGNORE)
 
 
-def show(config: SftConfig, count: int) -> tuple[list[Shown], Any]:
-    """The first `count` rows that `shardproof sft` would train on by these options, and its report on all of them.
+def show(config: SftConfig, count: int) -> tuple[list[Shown], Any, list[str]]:
+    """The first `count` rows that `shardproof sft` would train on by these options, its report on all of them, and the
+    bad ones that it would leave out.
 
     Raises:
         ConfigError, DataError: what `shardproof sft` would say before training.
@@ -72,7 +73,8 @@ def show(config: SftConfig, count: int) -> tuple[list[Shown], Any]:
         processing = run.processing_of(source, config)
         report = recipe.encode(config, rows, processing).report
         config = config.model_copy(update={"workers": 0, "packing": False})  # for one row at a time
-        return [_shown(config, rows[i : i + 1], processing) for i in range(min(count, len(rows)))], report
+        shown = [_shown(config, rows[i : i + 1], processing) for i in range(min(count, len(rows)))]
+    return shown, report, [str(row) for row in rows.skipped]
 
 
 def _shown(config: SftConfig, rows: Any, processing: Any) -> Shown:

@@ -16,12 +16,13 @@ T = TypeVar("T")
 
 THREADS = "TOKENIZERS_PARALLELISM"
 MOST = 16  # processes; what they make is taken in by one
-_told: ContextVar[Callable[[int, int], None]] = ContextVar("_told")
+_told: ContextVar[Callable[[int, int, str], None]] = ContextVar("_told")
 
 
 @contextmanager
-def telling(told: Callable[[int, int], None]) -> Iterator[None]:
-    """Inside, `told(done, count)` hears how far the encoding of rows is, in units of any size."""
+def telling(told: Callable[[int, int, str], None]) -> Iterator[None]:
+    """Inside, `told(done, count, work)` hears how far long work is, in units of any size; without a name it is the
+    encoding of rows."""
     before = _told.set(told)
     try:
         yield
@@ -29,13 +30,13 @@ def telling(told: Callable[[int, int], None]) -> Iterator[None]:
         _told.reset(before)
 
 
-def told_of(made: Iterable[T], count: int) -> Iterator[T]:
+def told_of(made: Iterable[T], count: int, work: str = "") -> Iterator[T]:
     """The same `count` things, while whoever wants to know hears how many of them there are."""
     told = _told.get(None)
     for number, one in enumerate(made, 1):
         yield one
         if told is not None:
-            told(number, count)
+            told(number, count, work)
 
 
 def cores() -> int:

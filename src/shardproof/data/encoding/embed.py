@@ -53,7 +53,7 @@ class MatchReport(EncodeReport):
         if self.truncated:
             parts.append(f"{self.truncated} texts cut")
         if self.dropped:
-            parts.append(f"{self.dropped} rows left out as too long (the longest text: {self.longest} tokens)")
+            parts.append(f"{self.dropped} row{'s' * (self.dropped > 1)} left out as too long (the longest text: {self.longest} tokens)")
         return "; ".join(parts)
 
 

@@ -58,7 +58,7 @@ class LabelReport(EncodeReport):
         if self.truncated:
             parts.append(f"{self.truncated} rows cut")
         if self.dropped:
-            parts.append(f"{self.dropped} rows left out as too long (the longest: {self.longest} tokens)")
+            parts.append(f"{self.dropped} row{'s' * (self.dropped > 1)} left out as too long (the longest: {self.longest} tokens)")
         return "; ".join(parts)
 
 

@@ -86,9 +86,9 @@ class EncodeReport:
         if self.split:
             parts.append(f"{self.split} rows split into {self.pieces}")
         if self.dropped:
-            parts.append(f"{self.dropped} rows left out as too long (the longest: {self.longest} tokens)")
+            parts.append(f"{self.dropped} row{'s' * (self.dropped > 1)} left out as too long (the longest: {self.longest} tokens)")
         if self.unlearnable:
-            parts.append(f"{self.unlearnable} rows left out because the cut took their whole answer")
+            parts.append(f"{self.unlearnable} row{'s' * (self.unlearnable > 1)} left out because the cut took their whole answer")
         return "; ".join(parts)
 
 

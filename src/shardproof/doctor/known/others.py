@@ -52,7 +52,7 @@ OTHERS = (
     Known(
         "a process was killed",
         "all, under torchrun and other launchers",
-        (r"exit ?code ?: -9\b", r"return code = -9\b", r"signal 9 \(SIGKILL\)", r"Signals\.SIGKILL"),
+        (r"exit ?code ?: -9\b", r"return code = -9\b", r"signal 9 \(SIGKILL\)", r"(Signals\.|ended by )SIGKILL"),
         "A rank was ended from outside, most often by the kernel, because the host's memory was used up.",
         "Each process reads the whole model into the host's memory before it is sharded, or offload, data"
         " loaders or pinned memory take what is left (`dmesg` names who was killed).",

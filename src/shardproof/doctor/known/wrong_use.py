@@ -35,7 +35,7 @@ WRONG_USE = (
     Known(
         "a tensor of the CPU over NCCL",
         "all, over NCCL",
-        (r"no backend type associated with device type",),
+        (r"no backend type associated with device type", r"tensors must be CUDA and dense"),
         "A collective was given a tensor of the CPU, and the process group knows NCCL only.",
         "A small tensor (a length, an object) was not moved to the GPU, or the library found no GPU on this rank.",
         "Move it, or init_process_group('cpu:gloo,cuda:nccl'); look whether this rank sees its GPU.",

@@ -39,7 +39,7 @@ def calibrate(model: Any, places: Places, batches: Iterable[dict[str, Any]], pac
     """
     args = scheme_of(packing).weights
     scales: dict[str, Tensor] = {}
-    for path in told_of(places.blocks, len(places.blocks)):
+    for path in told_of(places.blocks, len(places.blocks), "calibrating blocks"):
         mine = [name for name in places.layers if name.startswith(f"{path}.")]
         if not mine:
             continue

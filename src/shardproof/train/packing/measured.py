@@ -63,7 +63,7 @@ def measure(model: Any, batches: Batches, pooling: str = "last") -> Measured:
     found: list[torch.Tensor] = []
     of: Literal["tokens", "labels", "vectors"] = "tokens" if batches.learns else "vectors"
     with torch.no_grad(), at_work(model) as device:
-        for batch in told_of(batches.on(device), len(batches)):
+        for batch in told_of(batches.on(device), len(batches), "measuring rows"):
             labels = batch.pop("labels", None)
             out = model(**batch)
             if labels is not None:
