@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -26,7 +26,8 @@ from shardproof.cli.from_swift import environment as swift_environment
 from shardproof.cli.from_swift import options as swift_options
 from shardproof.cli.from_swift import places as swift_places
 from shardproof.cli.from_swift.values import ADDED
-from shardproof.cli.help import Help
+from shardproof.cli.parser import Help
+from shardproof.cli.parser import Parser as Parser
 from shardproof.data.forms.halves import printable
 from shardproof.data.sources.records import KINDS
 from shardproof.errors import ConfigError
@@ -36,13 +37,6 @@ from shardproof.train.options.option import with_line_ends
 OF_ROWS = {*KINDS} - {".json"}  # ends of files that hold no options
 
 Config = TypeVar("Config", bound=BaseModel)
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are ours: one message, exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}\n'{self.prog} --help' lists the options.")
 
 
 def hyphenated(argv: Sequence[str]) -> list[str]:

@@ -1,13 +1,25 @@
-"""How `--help` shows an option that has many values: by name, and the values in the text, where lines are wrapped."""
+"""The parser of every command: how it complains, and what its help looks like."""
 
 from __future__ import annotations
 
 import argparse
+from typing import NoReturn
+
+from shardproof.errors import ConfigError
 
 _LONGEST = 60  # characters of `a|b|c`
 
 
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are ours: one message, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}\n'{self.prog} --help' lists the options.")
+
+
 class Help(argparse.HelpFormatter):
+    """Names an option that has many values, and lists these in its text, where lines are wrapped."""
+
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         return "KIND" if _values(action) else super()._format_args(action, default_metavar)
 
