@@ -29,7 +29,7 @@ from shardproof.models.scorers import SCORER
 from shardproof.plugins import Plugins
 from shardproof.train.adapters.adding import with_adapters
 from shardproof.train.adapters.beginning import begin_adapters, check_begun
-from shardproof.train.adapters.begun import load_beside_reference
+from shardproof.train.adapters.reference import load_beside_reference
 from shardproof.train.answers.loaded import loaded_as, model_folder, on_base, tell_lacking
 from shardproof.train.embedding import recipe as embedding
 from shardproof.train.embedding.pooling import Embedding, embedding_in

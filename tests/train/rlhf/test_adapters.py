@@ -11,7 +11,8 @@ import torch
 
 from shardproof.errors import ConfigError
 from shardproof.train.adapters.adding import check_named_parts, with_adapters
-from shardproof.train.adapters.begun import REFERENCE, begun, check_reference, refer_to
+from shardproof.train.adapters.begun import begun, check_reference
+from shardproof.train.adapters.reference import REFERENCE, refer_to
 from shardproof.train.options.rlhf_config import RlhfConfig
 
 pytestmark = pytest.mark.slow

@@ -3,7 +3,6 @@ that is as large in a step of many micro-batches, on many processes, as in one."
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -97,14 +96,3 @@ def _apart_from_orthogonal(ranks: Any) -> torch.Tensor:
             product = p @ p.T if ".lora_A." in name else p.T @ p
             found.append(torch.linalg.norm(product - torch.eye(len(product), device=p.device, dtype=product.dtype)))
     return torch.stack(found).mean()
-
-
-def with_same_ranks(model: Any, adapter: str) -> None:
-    """Give a second AdaLoRA of a model, which has as many ranks in all layers, those of the first one, which alone is
-    trained."""
-    from peft.tuners.adalora.layer import AdaLoraLayer
-
-    how = dataclasses.replace(model.peft_config[adapter], inference_mode=False)  # of the one that is active
-    for layer in model.modules():
-        if isinstance(layer, AdaLoraLayer) and adapter in layer.lora_E:
-            layer.update_layer(adapter, len(layer.lora_E["default"]), how.lora_alpha, config=how)

@@ -4,19 +4,17 @@ the options that would say it of new ones."""
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardproof.checkpoint.manifest import MANIFEST, Manifest
+from shardproof.checkpoint.manifest import MANIFEST
 from shardproof.errors import ConfigError, exported
 from shardproof.models.families.anatomy import anatomy
 from shardproof.models.loading.weight_files import weight_map
 from shardproof.models.loading.whole_files import OF_ADAPTERS, check_whole_files
-from shardproof.train.adapters.adalora import with_same_ranks
 from shardproof.train.adapters.kinds import IDLE, OURS
 from shardproof.train.adapters.targets import ALL
 from shardproof.train.folder import ADAPTER, MODEL, base_of, other_weights
@@ -29,7 +27,6 @@ from shardproof.train.options.tuners import ADALORA, KINDS, LORA
 
 Config = TypeVar("Config", bound=RunConfig)
 
-REFERENCE = "ref"  # TRL's name of it
 # Our options by PEFT's names, of all adapters and of LoRA.
 OF_ANY = {name: name for name in ("target_modules", "modules_to_save")}
 OPTIONS = {
@@ -315,60 +312,6 @@ def read_what_is_replaced(model: Any, folder: str | Path) -> None:
         own = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
         if own in weights and not any(part in f".{own}" for part in copied):
             read_whole(weights[own])
-
-
-def refer_to(model: Any, ref_adapters: str | None) -> None:
-    """Give the reference of TRL, which has a copy of the adapters that are trained, those of --ref-adapters, or none.
-
-    Args:
-        ref_adapters: SAME leaves the copy there, and adds what TRL does not copy, adapters of embeddings.
-
-    Raises:
-        ConfigError: they are others than the model has.
-    """
-    if REFERENCE not in getattr(model, "peft_config", ()):  # TRL asks none
-        return
-    with_same_ranks(model, REFERENCE)
-    if ref_adapters is None:
-        model.delete_adapter(REFERENCE)  # then it turns all adapters off
-    elif ref_adapters == SAME:
-        for name, p in model.named_parameters():
-            if name.endswith(".default"):
-                model.get_parameter(name.removesuffix("default") + REFERENCE).data.copy_(p.data)
-    else:
-        folder = adapter_folder(ref_adapters, "--ref-adapters")
-        give_values(model, folder, "--ref-adapters", REFERENCE)
-        _scale_as(model, folder, REFERENCE)
-
-
-def _scale_as(model: Any, folder: Path, adapter: str) -> None:
-    """Give an adapter that is a copy of another one's places the scale that a folder says. It is in no weight."""
-    from peft import LoraConfig
-    from peft.tuners.lora import LoraLayer
-    from peft.utils.other import get_pattern_key
-
-    how = LoraConfig.from_pretrained(folder)
-    for name, layer in model.get_base_model().named_modules():
-        if isinstance(layer, LoraLayer) and adapter in layer.scaling:
-            place = name.replace(".base_layer", "")
-            alpha = how.alpha_pattern.get(get_pattern_key(how.alpha_pattern.keys(), place), how.lora_alpha)
-            rank = layer.r[adapter]
-            layer.lora_alpha[adapter] = alpha
-            layer.scaling[adapter] = alpha / (math.sqrt(rank) if how.use_rslora else rank)
-
-
-def load_beside_reference(model: Any, checkpoint: Path) -> None:
-    """Give a model the weights of a checkpoint of a run whose reference may have had adapters of its own. They are not
-    in it, but it names them, and a model without them would be another one."""
-    from shardproof.checkpoint.api import load_weights
-
-    referred = any(f".{REFERENCE}." in f"{name}." for name in Manifest.read(checkpoint).left_out)
-    if referred:
-        model.add_adapter(REFERENCE, model.peft_config["default"])
-        with_same_ranks(model, REFERENCE)
-    load_weights(model, checkpoint)
-    if referred:
-        model.delete_adapter(REFERENCE)
 
 
 def give_values(model: Any, folder: str | Path, option: str, adapter: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
-from shardproof.train.adapters.begun import refer_to
+from shardproof.train.adapters.reference import refer_to
 from shardproof.train.model.few import few_tokens
 from shardproof.train.model.left_padding import count_from_first_tokens
 from shardproof.train.model.loading import tokenizer_of
