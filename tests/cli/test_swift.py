@@ -1091,7 +1091,7 @@ def test_what_stands_in_front_of_a_command_is_its_own() -> None:
     commands, notes, _ = swift.translate(script)
     of_two = ["shardproof infer m --batch-size 1 --nproc 2", "shardproof infer m --batch-size 4 --max-pixels 500"]
     assert commands.splitlines() == of_two
-    assert notes == ["CUDA_VISIBLE_DEVICES=0,1 means the same here: put it in front"]
+    assert notes.count("CUDA_VISIBLE_DEVICES=0,1 means the same here: put it in front") == 1
 
 
 def test_commands_that_are_not_read_are_told_beside_those_that_are() -> None:
@@ -1530,3 +1530,13 @@ def test_checkpoints_of_no_known_time_are_told() -> None:
     said = "swift sft --model m --dataset d --streaming true --max_steps 9 --save_strategy epoch"
     *_, (reason,) = swift.translate(said)
     assert "--save-strategy epoch: how long a pass over a stream is, nobody knows" in reason
+
+
+def test_how_long_answers_are_and_how_they_are_drawn_is_told() -> None:
+    _, notes, _ = swift.translate("swift infer --model m")
+    assert [note.partition(" unless ")[0] for note in notes if " unless --" in note and "MS::" not in note] == [
+        "an answer has 128 tokens at most",
+        "the likeliest tokens are taken",
+    ]
+    _, notes, _ = swift.translate("swift infer --model m --max_new_tokens 9 --temperature 0.7")
+    assert not any("128" in note or "likeliest" in note for note in notes)
