@@ -564,7 +564,7 @@ def test_what_has_no_equivalent_is_counted_in_the_exit_code(capfd):
 def test_what_is_best_noise_names_and_thinking():
     command, _, missing = swift.translate(
         "swift sft --model m --dataset d --tuner_type full --load_best_model_at_end true --metric_for_best_model acc"
-        " --early_stop_interval 3 --eval_steps 5 --neftune_noise_alpha 5 --freeze_parameters model.embed"
+        " --early_stop_interval 3 --eval_steps 5 --save_steps 5 --neftune_noise_alpha 5 --freeze_parameters model.embed"
         " --trainable_parameters_regex 'layers.[01]' --enable_thinking false"
     )
     assert missing == []
@@ -1091,7 +1091,7 @@ def test_what_stands_in_front_of_a_command_is_its_own() -> None:
     commands, notes, _ = swift.translate(script)
     of_two = ["shardproof infer m --batch-size 1 --nproc 2", "shardproof infer m --batch-size 4 --max-pixels 500"]
     assert commands.splitlines() == of_two
-    assert notes == ["CUDA_VISIBLE_DEVICES=0,1 means the same here: put it in front"]
+    assert notes.count("CUDA_VISIBLE_DEVICES=0,1 means the same here: put it in front") == 1
 
 
 def test_commands_that_are_not_read_are_told_beside_those_that_are() -> None:
@@ -1510,3 +1510,33 @@ def test_what_vllm_cannot_be_asked_is_said_before(theirs: str, told: str | None)
     *_, missing = swift.translate(f"swift infer {theirs} --infer_backend vllm")
     assert len(missing) == (told is not None)
     assert told is None or told in missing[0]
+
+
+def test_experts_are_balanced_by_checkpoints_that_have_a_gradient() -> None:
+    said = "swift sft --model m --dataset d --deepspeed zero2 --router_aux_loss_coef"
+    for weight, kind in (("1e-3", "no"), ("0", "yes")):
+        assert options(swift.translate(f"{said} {weight}")[0])["--checkpointing-reentrant"] == kind
+
+
+def test_a_vllm_of_its_own_does_not_sleep() -> None:
+    said = "swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --use_vllm true --sleep_level 1"
+    command, notes, _ = swift.translate(f"{said} --vllm_mode server --vllm_server_host 127.0.0.1")
+    assert "--vllm-sleep" not in command
+    assert "--vllm-sleep yes is left out: it would decide nothing" in notes
+    assert "--vllm-sleep yes" in swift.translate(f"{said} --vllm_mode colocate")[0]
+
+
+def test_checkpoints_of_no_known_time_are_told() -> None:
+    said = "swift sft --model m --dataset d --streaming true --max_steps 9 --save_strategy epoch"
+    *_, (reason,) = swift.translate(said)
+    assert "--save-strategy epoch: how long a pass over a stream is, nobody knows" in reason
+
+
+def test_how_long_answers_are_and_how_they_are_drawn_is_told() -> None:
+    _, notes, _ = swift.translate("swift infer --model m")
+    assert [note.partition(" unless ")[0] for note in notes if " unless --" in note and "MS::" not in note] == [
+        "an answer has 128 tokens at most",
+        "the likeliest tokens are taken",
+    ]
+    _, notes, _ = swift.translate("swift infer --model m --max_new_tokens 9 --temperature 0.7")
+    assert not any("128" in note or "likeliest" in note for note in notes)

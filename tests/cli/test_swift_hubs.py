@@ -52,6 +52,14 @@ def test_finished_models_and_encoded_rows_are_of_that_hub_too() -> None:
     assert {"MS::org/m", "MS::org/d"} <= {*words(command)}
 
 
+def test_adapters_that_may_be_of_a_hub_are_told(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for there in (False, True):
+        _, notes, _ = swift.translate("swift infer --adapters swift/test_lora")
+        assert any(note.startswith("--adapters swift/test_lora: there is no such folder") for note in notes) != there
+        (tmp_path / "swift").mkdir(exist_ok=True)
+
+
 def test_a_model_is_put_on_the_hub_that_is_meant() -> None:
     said = "swift export --adapters run --push_to_hub --hub_model_id me/mine"
     assert swift.translate(said)[0].endswith("--push-to-hub MS::me/mine")

@@ -36,7 +36,7 @@ from shardproof.cli.from_swift.options import (
     meant_as_ours,
     ours,
 )
-from shardproof.cli.from_swift.places import placed
+from shardproof.cli.from_swift.places import defaults_of_finished, placed
 from shardproof.cli.from_swift.tuners import of_other_tuners, with_new_blocks
 from shardproof.cli.from_swift.values import ADDED, NLG, TOWERS
 from shardproof.errors import ConfigError
@@ -204,6 +204,7 @@ def _of_finished(line: shell.Line, notes: list[str]) -> tuple[str, list[str], li
                 said = options.flag(name) in given
                 why = "another option says it" if said else f"'shardproof {line.command}' has no use for it here"
                 notes.append(f"{options.flag(name)} {value}, a variable there, is left out: {why}")
+        words += defaults_of_finished(line.command, dict(line.options), given, notes)
         found = options.parse(parser(), words, command=line.command)
         options.build(config, {name: value for name, value in found.items() if name in config.model_fields})
     except ConfigError as error:
@@ -266,11 +267,13 @@ def _refused(config: type[RunConfig], values: dict[str, list[str]]) -> list[str]
     """What the command would be refused for, as far as its options say. What the files of plugins register is not known
     before they are run."""
     built = _built(config, values)
+    from shardproof.train.resume import check_saving
     from shardproof.train.rlhf.algorithms import check_losses
     from shardproof.train.rlhf.chord import check_chord
 
     try:
         check_together(built)
+        check_saving(built)
         if not built.external_plugins:
             check_names(built, Plugins())
         if isinstance(built, RlhfConfig):
@@ -322,7 +325,8 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
         values.setdefault("ref_adapters", ["none"])
     values.setdefault("learning_rate", ["1e-5" if values["tuner"] == ["full"] else "1e-4"])
     if values["gradient_checkpointing"][:1] in (["yes"], ["true"], []):
-        values.setdefault("checkpointing_reentrant", ["no" if values["stage"] == ["0"] else "yes"])
+        balanced = values.get("router_aux_loss_coef", ["0"]) not in (["0"], ["0.0"])  # whose term has no gradient there
+        values.setdefault("checkpointing_reentrant", ["no" if values["stage"] == ["0"] or balanced else "yes"])
     if "gradient_accumulation_steps" not in values and "global_batch_size" not in values:
         at_once = int(values["per_device_batch_size"][0]) * int(values.get("nproc", ["1"])[0]) * nodes
         values["gradient_accumulation_steps"] = ["1" if kind == "grpo" else str(max(1, -(-_WHOLE_BATCH // at_once)))]
@@ -364,6 +368,8 @@ def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str])
         idle = (*idle, "drop_last")
     if values.get("task", [""])[0] not in OF_TASK:
         idle = (*idle, *OF_TASK["reranker"])
+    if values.get("vllm_mode") != ["colocate"]:
+        idle = (*idle, "vllm_sleep")
     of_answers = OF_ANSWERS if "rlhf_type" not in values else ()  # there they are learnt from
     if not answers(values):
         idle = (*idle, *of_answers)

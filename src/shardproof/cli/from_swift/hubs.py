@@ -12,6 +12,7 @@ from shardproof.data.sources.hub import hub_name
 
 MODELS = ("model", "model_id_or_path", "ref_model", "reward_model", "teacher_model")
 DATASETS = ("dataset", "val_dataset", "chord_sft_dataset")
+ADAPTERS = ("adapters", "ref_adapters")
 PUSHED = "hub_model_id"
 TOKEN = "hub_token"
 
@@ -32,6 +33,13 @@ def with_hub(line: Line, notes: list[str]) -> Line:
         notes.append("--hub-token is left out: HF_TOKEN says it, which no list of processes shows")
     if any(hub_name(_plain(source)) for name, given in options if name in DATASETS for source in given):
         notes.append(ROWS)
+    notes += [
+        f"--{name} {value}: there is no such folder here; adapters of a hub are fetched before, by 'hf download' or"
+        " 'modelscope download'"
+        for name, given in options
+        for value in given
+        if name in ADAPTERS and hub_name(value) is not None
+    ]
     told = [is_on(given) for name, given in options if name == "use_hf"]
     if any(told) or is_on([line.variables.get(HUB, "0")]):
         return replace(line, options=options if told else [*options, ("use_hf", ["true"])])

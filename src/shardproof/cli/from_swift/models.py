@@ -49,12 +49,15 @@ def against_vllm(options: Sequence[tuple[str, list[str]]]) -> list[str]:
     return []
 
 
+def taken_of_files(model: str, given: Collection[str]) -> dict[str, str]:
+    """How much ms-swift takes by default of files that rows name: in options of ours, but for those that are given."""
+    taken = next((options for fits, options in _TAKEN if re.search(fits, model.lower())), {})
+    return {name: value for name, value in taken.items() if not {name, _SAME_BOUND.get(name)} & {*given}}
+
+
 def with_files(values: dict[str, list[str]], notes: list[str]) -> None:
-    """Write out how much ms-swift takes of files that rows name."""
-    name = values["model"][0].lower()
-    for option, value in next((taken for fits, taken in _TAKEN if re.search(fits, name)), {}).items():
-        if _SAME_BOUND.get(option) not in values:
-            values.setdefault(option, [value])
+    """Write that out for a run."""
+    values |= {name: [value] for name, value in taken_of_files(values["model"][0], values).items()}
     if "max_seconds" not in values:
         notes.append("a sound or video of more than a minute makes a bad row, there not: --max-seconds N allows more")
 

@@ -3,10 +3,11 @@ the run and the folder to write to stand in their places."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from shardproof.cli.from_swift.hubs import PUSHED
 from shardproof.cli.from_swift.missing import is_on, missing
+from shardproof.cli.from_swift.models import taken_of_files
 from shardproof.cli.from_swift.options import VALUES, as_words, ours, split_options
 from shardproof.data.sources import modelscope
 from shardproof.errors import ConfigError
@@ -144,6 +145,29 @@ def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[l
     elif named is not None:
         places = [runs[named]]
     return [*places, *words], notes
+
+
+_OF_ANSWERS = {
+    "--max-new-tokens": "an answer has 128 tokens at most unless --max-new-tokens says otherwise, and there as many as"
+    " the model can hold",
+    "--temperature": "the likeliest tokens are taken unless --temperature is given, and there the model's"
+    " generation_config says how they are drawn",
+}
+
+
+def defaults_of_finished(
+    command: str, theirs: Mapping[str, Sequence[str]], given: Collection[str], notes: list[str]
+) -> list[str]:
+    """What Swift does unasked with a finished model, in our words, those that are `given` left out; `notes` takes what
+    cannot be said so."""
+    found: list[str] = []
+    if "adapters" not in theirs and (command == "infer" or "--quantize" in given):  # a run has its own
+        known = [option[2:].replace("-", "_") for option in given]
+        for name, value in taken_of_files(" ".join(theirs.get("model", "")), known).items():
+            found += [flag(name), value]
+    if command == "infer":
+        notes += [note for option, note in _OF_ANSWERS.items() if option not in given]
+    return found
 
 
 def _pushed(said: dict[str, str], on_hugging_face: bool, notes: list[str]) -> list[str]:
