@@ -384,9 +384,10 @@ def test_answers_that_processes_share_are_brought_over():
     assert "--drop-last true is left out: it would decide nothing" in notes
 
 
-def test_rlhf_says_whose_option_the_balance_of_experts_is():
-    with pytest.raises(ConfigError, match="only 'shardproof sft' balances experts by its loss"):
-        training.parse(RlhfConfig, "", ["--rlhf_type", "dpo", "--router_aux_loss_coef", "0.01"])
+def test_experts_are_balanced_by_the_weight_that_is_given():
+    for given in ("0", "0.01"):
+        config, _ = training.parse(RlhfConfig, "", ["--rlhf_type", "dpo", "--router_aux_loss_coef", given])
+        assert config.router_aux_loss_coef == float(given)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("true", "group"), ("false", "none"), ("batch", "batch")])

@@ -505,7 +505,7 @@ def test_processes_encode_the_same(tokenizer, many, truncation, monkeypatch):
                 loss="last_round",
                 workers=workers,
             )
-        assert [done for done, _ in heard] == list(range(1, heard[0][1] + 1))
+        assert [done for done, *_ in heard] == list(range(1, heard[0][1] + 1))
         found.append((dataset[:], dataset.report, [str(bad) for bad in rows.skipped]))
     assert found[0] == found[1]
     assert state.equal(torch.get_rng_state())

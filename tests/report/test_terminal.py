@@ -99,6 +99,10 @@ def test_on_a_terminal_a_bar_and_the_numbers_of_the_last_step() -> None:
     assert "evaluation loss 2.50000" in text
 
 
+def test_a_loss_that_is_rounded_to_nothing_has_no_sign() -> None:
+    assert terminal.describe(record(7) | {"loss": -1e-9}).startswith("loss 0.00000")
+
+
 def test_long_work_says_how_much_of_it_is_done(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

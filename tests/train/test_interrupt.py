@@ -203,7 +203,10 @@ def test_an_evaluation_of_minutes_is_left(
     running.process.terminate()
     code, out, err = running.end()
     assert code == 143, out + err
-    assert f"stopped after step 2 of {ENDLESS}\nits newest checkpoint is out/checkpoint-2: add --resume out to go on" in out
+    assert (
+        f"stopped after step 2 of {ENDLESS}\nits newest checkpoint is out/checkpoint-2: add --resume out to go on"
+        in out
+    )
     assert "Traceback" not in err
     assert (tmp_path / "out" / "checkpoint-2").is_dir()
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()

@@ -206,7 +206,7 @@ def describe(record: dict[str, Any]) -> str:
         return f"evaluation loss {record['eval_loss']:.5f}{told}"
     norm = record.get("grad_norm")
     norm_told = f"  gradient norm {norm:.3g}" if isinstance(norm, (int, float)) else ""
-    return f"loss {record['loss']:.5f}{told}{norm_told}  {record['tokens_per_second']:,.0f} tokens/s"
+    return f"loss {record['loss']:z.5f}{told}{norm_told}  {record['tokens_per_second']:,.0f} tokens/s"
 
 
 def resources(record: dict[str, Any]) -> list[str]:

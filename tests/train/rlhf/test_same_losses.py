@@ -369,6 +369,7 @@ def test_so_do_groups_of_ranks_that_share_answers(rlhf: Any, more: dict[str, Any
 def test_experts_are_balanced_over_whole_rows(rlhf: Any, experts: Path) -> None:
     at_once = {"per_device_batch_size": 4, "gradient_accumulation_steps": 1}  # chance deals answers out
     for kind, more in (("dpo", {}), ("grpo", at_once)):
+        more = {**more, "router_aux_loss_coef": 0.5}
         (*_, last) = check(rlhf, kind, [{"stage": 3, **SHARED}], model=str(experts), **more)
         assert last["aux_loss"] > 0.1
 
@@ -376,9 +377,19 @@ def test_experts_are_balanced_over_whole_rows(rlhf: Any, experts: Path) -> None:
 @pytest.mark.parametrize("kind", ["dpo", "kto", "grpo"])
 def test_experts_are_not_balanced_inside_of_reentrant_checkpointing(rlhf: Any, experts: Path, kind: str) -> None:
     again = {"max_steps": 1, "gradient_checkpointing": True, "model": str(experts)}
+    balanced = {**again, "router_aux_loss_coef": 0.5}
     with pytest.raises(ConfigError, match=f"the loss of {kind} has a term that balances the experts"):
-        rlhf(1, [{**again, "checkpointing_reentrant": True}], *COMMON, *ALGORITHMS[kind])
-    assert rlhf(1, [again], *COMMON, *ALGORITHMS[kind])
+        rlhf(1, [{**balanced, "checkpointing_reentrant": True}], *COMMON, *ALGORITHMS[kind])
+    assert rlhf(1, [balanced, {**again, "checkpointing_reentrant": True}], *COMMON, *ALGORITHMS[kind])
+
+
+@pytest.mark.parametrize("kind", ["dpo", pytest.param("kto", marks=pytest.mark.slow), "grpo"])
+def test_experts_are_balanced_only_where_it_is_asked_for(rlhf: Any, experts: Path, kind: str) -> None:
+    """The config of this model says 0.5, by which TRL would go without a word."""
+    one = {"max_steps": 1, "model": str(experts)}
+    ((plain, *_), (asked, *_)) = rlhf(1, [one, {**one, "router_aux_loss_coef": 0.25}], *COMMON, *ALGORITHMS[kind])
+    assert "aux_loss" not in plain
+    assert asked["loss"] == pytest.approx(plain["loss"] + 0.25 * asked["aux_loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["dpo", "ppo"])
@@ -388,8 +399,8 @@ def test_experts_whose_number_trl_does_not_find_are_refused(rlhf: Any, tmp_path:
 
     Llama4TextConfig().save_pretrained(tmp_path)
     save_file({}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=rf"--rlhf-type {kind}: TRL adds a term .* of this kind \(llama4_text\)"):
-        rlhf(1, [{"model": str(tmp_path)}], *COMMON, *ALGORITHMS[kind])
+    with pytest.raises(ConfigError, match=r"--router-aux-loss-coef: TRL has no loss .* of this kind \(llama4_text\)"):
+        rlhf(1, [{"model": str(tmp_path), "router_aux_loss_coef": 0.1}], *COMMON, *ALGORITHMS[kind])
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shardproof.data.encoding.encode import collate, walk
 from shardproof.data.encoding.labelled import LabelledEncoder, longest_of
-from shardproof.data.encoding.report import EncodeReport, Truncation, nothing_left
+from shardproof.data.encoding.report import EncodeReport, Truncation, nothing_left, rows_of
 from shardproof.data.forms.formats import SYSTEM
 from shardproof.data.forms.matches import LABEL, NEGATIVE, POSITIVE, turns_of_found
 from shardproof.data.forms.parts import Problem, has_files
@@ -53,7 +53,7 @@ class MatchReport(EncodeReport):
         if self.truncated:
             parts.append(f"{self.truncated} texts cut")
         if self.dropped:
-            parts.append(f"{self.dropped} row{'s' * (self.dropped > 1)} left out as too long (the longest text: {self.longest} tokens)")
+            parts.append(f"{rows_of(self.dropped)} left out as too long (the longest text: {self.longest} tokens)")
         return "; ".join(parts)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from shardproof.data.encoding.encode import Encoder, collate, walk
-from shardproof.data.encoding.report import CUT, EncodeReport, Truncation, nothing_left
+from shardproof.data.encoding.report import CUT, EncodeReport, Truncation, nothing_left, rows_of
 from shardproof.data.encoding.seen import refusals
 from shardproof.data.encoding.template import Span
 from shardproof.data.forms.formats import with_system
@@ -58,7 +58,7 @@ class LabelReport(EncodeReport):
         if self.truncated:
             parts.append(f"{self.truncated} rows cut")
         if self.dropped:
-            parts.append(f"{self.dropped} row{'s' * (self.dropped > 1)} left out as too long (the longest: {self.longest} tokens)")
+            parts.append(f"{rows_of(self.dropped)} left out as too long (the longest: {self.longest} tokens)")
         return "; ".join(parts)
 
 

@@ -86,10 +86,15 @@ class EncodeReport:
         if self.split:
             parts.append(f"{self.split} rows split into {self.pieces}")
         if self.dropped:
-            parts.append(f"{self.dropped} row{'s' * (self.dropped > 1)} left out as too long (the longest: {self.longest} tokens)")
+            parts.append(f"{rows_of(self.dropped)} left out as too long (the longest: {self.longest} tokens)")
         if self.unlearnable:
-            parts.append(f"{self.unlearnable} row{'s' * (self.unlearnable > 1)} left out because the cut took their whole answer")
+            parts.append(f"{rows_of(self.unlearnable)} left out because the cut took their whole answer")
         return "; ".join(parts)
+
+
+def rows_of(count: int) -> str:
+    """So many rows, in words."""
+    return f"{count} row{'s' * (count != 1)}"
 
 
 def checked_length(max_length: int | None) -> None:

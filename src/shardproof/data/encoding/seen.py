@@ -79,7 +79,9 @@ class Seen:
         """
         tools = row.extra.get("tools")
         if unseen := self._template.leaves_out(messages, tools):
-            raise Problem(f"it has {unseen}, and the chat template writes none; {_WITH}, or a form with --agent-template")
+            raise Problem(
+                f"it has {unseen}, and the chat template writes none; {_WITH}, or a form with --agent-template"
+            )
         added = bool(self._system) and messages[0]["role"] == "system" and row.messages[0]["role"] not in SYSTEM
         for i, turn in enumerate(messages):
             if turn["role"] not in _LOOKED_FOR or self._finds(messages, i, tools):

@@ -55,6 +55,9 @@ class RlhfConfig(RunConfig):
     label_smoothing: float | None = option(
         "Algorithm", None, "assumed share of pairs whose answers are the wrong way round", ge=0, lt=1
     )
+    router_aux_loss_coef: Finite = option(
+        "Algorithm", 0.0, "weight of the loss that balances the experts of a mixture (such as 0.001)", ge=0
+    )
     trl_arguments: Arguments = option(
         "Algorithm", {}, "further arguments of TRL's configuration: top_entropy_quantile=0.2"
     )

@@ -74,6 +74,8 @@ ALGORITHMS = {
     "ppo": Algorithm("shardproof.train.rlhf.ppo:PpoTrainer", "shardproof.train.rlhf.ppo:PpoConfig", PROMPTS, _REWARD),
 }
 
+BALANCED = ("dpo", "kto", *REWARDED)  # their trainers can balance the experts of a mixture
+
 # The algorithms for which an option means something; the others refuse it.
 MEANT_FOR: dict[str, tuple[str, ...]] = {
     "group_by_length": PAIRED,
@@ -84,6 +86,7 @@ MEANT_FOR: dict[str, tuple[str, ...]] = {
     "loss_type": ("dpo", "kto", "cpo", "grpo"),
     "loss_weights": ("dpo",),
     "label_smoothing": ("dpo", "simpo", "cpo"),
+    "router_aux_loss_coef": BALANCED,
     "simpo_gamma": ("simpo",),
     "cpo_alpha": ("cpo", "simpo"),
     "desirable_weight": ("kto",),
@@ -314,6 +317,8 @@ def own_arguments(config: RlhfConfig, batch: Batch) -> dict[str, Any]:
     """What the algorithm's configuration takes beyond those of every trainer; only what is not TRL's default."""
     kind = config.rlhf_type
     own: dict[str, Any] = {"beta": config.beta} if kind != "rm" else {}
+    if kind in BALANCED:  # by TRL's default it would be what the model's config says
+        own["router_aux_loss_coef"] = config.router_aux_loss_coef
     if kind in (*PAIRED, "kto"):
         own["max_length"] = config.max_length
     if kind == "dpo":

@@ -187,26 +187,26 @@ def _encoded(config: RlhfConfig, rows: Any, processing: Any, files_at: str) -> A
 
 
 def _check_balance(config: RlhfConfig) -> None:
-    """TRL asks mixtures of experts for the term that balances them by itself, of as many as `num_experts` says. What
-    routers give inside of reentrant checkpointing has no gradient."""
+    """TRL computes the term that balances experts of as many as `num_experts` says. What routers give inside of
+    reentrant checkpointing has no gradient."""
     found, kind = declared(config), config.rlhf_type
     if found is None:
         return
     text = found.get_text_config()
-    by_itself = kind in ("dpo", "kto", "grpo", "rloo", "ppo") and hasattr(text, "output_router_logits")
+    asked, option = config.router_aux_loss_coef, "--router-aux-loss-coef"
     by_config = kind in ("orpo", "simpo", "cpo") and getattr(text, "output_router_logits", False)
-    if not ((by_itself or by_config) and getattr(text, "router_aux_loss_coef", 0)):
+    if not asked and not (by_config and getattr(text, "router_aux_loss_coef", 0)):
         return
-    off = "have router_aux_loss_coef 0 in the model's config.json."
+    off = f"leave {option} out." if asked else "have router_aux_loss_coef 0 in the model's config.json."
     if config.checkpointing_reentrant:
         raise ConfigError(
             f"--checkpointing-reentrant: the loss of {kind} has a term that balances the experts of {config.model}, "
             f"and what routers give inside of that has no gradient.\nLeave --checkpointing-reentrant out, or {off}"
         )
-    if by_itself and not hasattr(text, "num_experts"):
+    if asked and not (hasattr(text, "output_router_logits") and hasattr(text, "num_experts")):
         raise ConfigError(
-            f"--rlhf-type {kind}: TRL adds a term to the loss that balances the experts of {config.model}, and cannot "
-            f"compute it for models of this kind ({text.model_type}).\nTo train without it, {off}"
+            f"{option}: TRL has no loss that balances experts for models of this kind ({text.model_type})."
+            " Leave it out."
         )
 
 
