@@ -85,10 +85,15 @@ def test_how_much_of_a_file_is_taken_is_written_out() -> None:
         found = {option: words[words.index(f"--{option}") + 1] for option in TAKEN if f"--{option}" in words}
         assert found == ours
         assert any("--max-seconds" in note for note in notes) == ("Qwen3-8B" not in model)
-    for theirs in ("infer --model Qwen/Qwen3-VL-8B-Instruct", "export --model Qwen/Qwen2-VL-2B --quant_method fp8"):
-        assert "--fps 2 --max-frames 768" in swift.translate(f"swift {theirs}")[0]
-    for theirs in ("infer --adapters run --model Qwen/Qwen3-VL-8B-Instruct", "export --model Qwen/Qwen2-VL-2B"):
-        assert "--fps" not in swift.translate(f"swift {theirs}")[0]
+    for before, theirs, frames in (
+        ("", "infer --model Qwen/Qwen3-VL-8B-Instruct", "--fps 2 --max-frames 768"),
+        ("FPS_MAX_FRAMES=12", "infer --model Qwen/Qwen3-VL-8B-Instruct", "--max-frames 12 --fps 2"),
+        ("", "infer --adapters run --model Qwen/Qwen3-VL-8B-Instruct", None),
+        ("", "export --model Qwen/Qwen2-VL-2B --quant_method fp8", None),
+    ):
+        command, _, missing = swift.translate(f"{before} swift {theirs}")
+        assert not missing
+        assert "--fps" not in command if frames is None else frames in command
     command, *_ = swift.translate("FPS_MAX_FRAMES=12 swift sft --model Qwen/Qwen3-VL-8B-Instruct --dataset d.jsonl")
     assert ("--fps 2 " in command, "--max-frames 12 " in command) == (True, True)
 

@@ -36,7 +36,7 @@ from shardproof.cli.from_swift.options import (
     meant_as_ours,
     ours,
 )
-from shardproof.cli.from_swift.places import defaults_of_finished, placed
+from shardproof.cli.from_swift.places import defaults_of_infer, placed
 from shardproof.cli.from_swift.tuners import of_other_tuners, with_new_blocks
 from shardproof.cli.from_swift.values import ADDED, NLG, TOWERS
 from shardproof.errors import ConfigError
@@ -204,7 +204,7 @@ def _of_finished(line: shell.Line, notes: list[str]) -> tuple[str, list[str], li
                 said = options.flag(name) in given
                 why = "another option says it" if said else f"'shardproof {line.command}' has no use for it here"
                 notes.append(f"{options.flag(name)} {value}, a variable there, is left out: {why}")
-        words += defaults_of_finished(line.command, dict(line.options), given, notes)
+        words += defaults_of_infer(dict(line.options), words, notes) if line.command == "infer" else []
         found = options.parse(parser(), words, command=line.command)
         options.build(config, {name: value for name, value in found.items() if name in config.model_fields})
     except ConfigError as error:

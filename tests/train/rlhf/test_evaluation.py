@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from shardproof.errors import ConfigError
 from shardproof.train.options.rlhf_config import RlhfConfig
+from shardproof.train.rlhf.against import check_shared
 from shardproof.train.rlhf.algorithms import check_algorithm
 from shardproof.train.rlhf.variants import FIGURES
 from shardproof.train.watching.report import tells
@@ -97,3 +99,10 @@ def test_ranks_that_share_rows_write_as_many_answers_each() -> None:
         check_algorithm(given, given.batch(4))
     with pytest.raises(ConfigError, match=r"--sequence-parallel means nothing to --rlhf-type ppo; it is for .*grpo"):
         check_algorithm(given.model_copy(update={"rlhf_type": "ppo"}), given.batch(8))
+
+
+@pytest.mark.parametrize(("more", "writes"), [({"lmbda": 0.5}, True), ({"seq_kd": True}, True), ({}, False)])
+def test_a_group_of_ranks_shares_answers_of_gkd_that_are_there(more: dict[str, Any], writes: bool) -> None:
+    config = RlhfConfig(**{"rlhf_type": "gkd", "teacher_model": "t", "lmbda": 0.0, "sequence_parallel": 2, **more})
+    with pytest.raises(ConfigError, match="Add --lmbda 0, without --seq-kd") if writes else nullcontext():
+        check_shared(config)

@@ -155,19 +155,14 @@ _OF_ANSWERS = {
 }
 
 
-def defaults_of_finished(
-    command: str, theirs: Mapping[str, Sequence[str]], given: Collection[str], notes: list[str]
-) -> list[str]:
-    """What Swift does unasked with a finished model, in our words, those that are `given` left out; `notes` takes what
-    cannot be said so."""
-    found: list[str] = []
-    if "adapters" not in theirs and (command == "infer" or "--quantize" in given):  # a run has its own
-        known = [option[2:].replace("-", "_") for option in given]
-        for name, value in taken_of_files(" ".join(theirs.get("model", "")), known).items():
-            found += [flag(name), value]
-    if command == "infer":
-        notes += [note for option, note in _OF_ANSWERS.items() if option not in given]
-    return found
+def defaults_of_infer(theirs: Mapping[str, Sequence[str]], words: Sequence[str], notes: list[str]) -> list[str]:
+    """What Swift does unasked, in our words, where they do not say it; `notes` takes what cannot be said so."""
+    notes += [note for option, note in _OF_ANSWERS.items() if option not in words]
+    if "adapters" in theirs:  # a run has its own
+        return []
+    given = [word[2:].replace("-", "_") for word in words if word.startswith("--")]
+    taken = taken_of_files(" ".join(theirs.get("model", "")), given)
+    return [word for name, value in taken.items() for word in (flag(name), value)]
 
 
 def _pushed(said: dict[str, str], on_hugging_face: bool, notes: list[str]) -> list[str]:
