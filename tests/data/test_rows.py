@@ -595,11 +595,13 @@ def test_rows_to_evaluate_on_may_have_the_column_alone(write, caplog, streaming)
         sft.read(SftConfig(model="tiny", columns={"query": "question", "response": "nope"}, **options))
 
 
-def test_files_of_two_forms_take_one_columns(write):
+def test_files_of_two_forms_take_one_columns(write, caplog):
     chat = write("chat.jsonl", [{"messages": [QUESTION, ANSWER]}])
     asked = write("asked.jsonl", [{"question": "2 + 2?", "answer": "4"}])
     rows = read_rows([chat, asked], columns={"query": "question", "response": "answer"})
     assert [row.messages for row in rows] == [[QUESTION, ANSWER]] * 2
+    missing = [f"{chat} has no column '{name}', which --columns names." for name in ("question", "answer")]
+    assert caplog.messages == missing
 
 
 def test_split_holds_out_rows_that_the_other_part_does_not_have(write):

@@ -8,6 +8,7 @@ the records in a file; `forms` says what a record may look like; this file puts 
 from __future__ import annotations
 
 import json
+import logging
 import random
 import re
 import zlib
@@ -27,6 +28,8 @@ from shardproof.data.sources.places import Places as Places
 from shardproof.data.sources.ready import RowSource
 from shardproof.data.sources.records import BadRecord, Source, identity, open_source
 from shardproof.errors import DataError
+
+log = logging.getLogger("shardproof")
 
 Kind = Literal["chat", "text"]
 BadRows = Literal["stop", "skip"]
@@ -255,6 +258,7 @@ def read_rows(
     opened: list[Source] = []
     parts: list[list[tuple[int, int]]] = []
     bad: list[BadRow] = []
+    seen: list[tuple[Source, dict[str, None]]] = []
     total, fields = 0, dict[str, None]()  # an ordered set
     for number, spec in enumerate(sources):
         name, limit = parse_spec(str(spec))
@@ -262,6 +266,7 @@ def read_rows(
         opened.append(source)
         usable, unusable, there = _check(source, form)
         fields |= there
+        seen.append((source, there))
         total += len(usable) + len(unusable)
         if not usable and not unusable:
             raise DataError(f"{name} holds no row. Expected: {form.expected}")
@@ -271,6 +276,10 @@ def read_rows(
         parts.append([(number, record) for record in usable])
     if not others:
         check_columns([source.name for source in opened], columns or {}, list(fields))
+    for source, there in seen:  # whose rows are of another form, or lack what is optional
+        for field_, column in source.columns.items():
+            if field_ not in there and column not in there:
+                log.warning("%s has no column %r, which --columns names.", source.name, column)
     if bad and (bad_rows == "stop" or not any(parts)):
         raise DataError(describe_bad(bad, total, form))
     lacking = [source.name for source, rows in zip(opened, parts, strict=True) if not rows]
@@ -305,7 +314,7 @@ def _check(source: Source, form: Form) -> tuple[array[int], list[BadRow], dict[s
             bad.append(BadRow(source.name, line, str(problem), problem.columns))
         else:
             good.append(number)
-    if not good:  # of rows that say it otherwise, the fields of all files tell whether a column is nowhere
+    if not good:
         here = {field: column for field, column in source.columns.items() if field not in seen}
         check_columns([source.name], here, list(seen))
     return good, bad, seen
