@@ -16,7 +16,6 @@ from shardproof.errors import ConfigError, exported
 from shardproof.models.families.anatomy import anatomy
 from shardproof.models.loading.weight_files import weight_map
 from shardproof.models.loading.whole_files import OF_ADAPTERS, check_whole_files
-from shardproof.train.adapters.adalora import with_same_ranks
 from shardproof.train.adapters.kinds import IDLE, OURS
 from shardproof.train.adapters.targets import ALL
 from shardproof.train.folder import ADAPTER, MODEL, base_of, other_weights
@@ -328,6 +327,8 @@ def refer_to(model: Any, ref_adapters: str | None) -> None:
     """
     if REFERENCE not in getattr(model, "peft_config", ()):  # TRL asks none
         return
+    from shardproof.train.adapters.adalora import with_same_ranks
+
     with_same_ranks(model, REFERENCE)
     if ref_adapters is None:
         model.delete_adapter(REFERENCE)  # then it turns all adapters off
@@ -361,6 +362,7 @@ def load_beside_reference(model: Any, checkpoint: Path) -> None:
     """Give a model the weights of a checkpoint of a run whose reference may have had adapters of its own. They are not
     in it, but it names them, and a model without them would be another one."""
     from shardproof.checkpoint.api import load_weights
+    from shardproof.train.adapters.adalora import with_same_ranks
 
     referred = any(f".{REFERENCE}." in f"{name}." for name in Manifest.read(checkpoint).left_out)
     if referred:
