@@ -1,5 +1,4 @@
-"""Adapters that training begins with: those of another run, or a folder of PEFT's. What they are takes the place of
-the options that would say it of new ones."""
+"""Adapters that training begins with, of a run or a folder of PEFT's: what they are stands for options of new ones."""
 
 from __future__ import annotations
 
@@ -359,8 +358,7 @@ def _scale_as(model: Any, folder: Path, adapter: str) -> None:
 
 
 def load_beside_reference(model: Any, checkpoint: Path) -> None:
-    """Give a model the weights of a checkpoint of a run whose reference may have had adapters of its own. They are not
-    in it, but it names them, and a model without them would be another one."""
+    """Give a model the weights of a checkpoint, which names the adapters of a reference, if there were some."""
     from shardproof.checkpoint.api import load_weights
     from shardproof.train.adapters.adalora import with_same_ranks
 
