@@ -92,8 +92,8 @@ def seen_twice_at(stage: int) -> bool:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_of_several_ranks_none_does(run2, stage):
-    assert run2(seen_twice_at, stage) == [False] * 2
+def test_where_ranks_hold_everything_they_do(run2, stage):
+    assert run2(seen_twice_at, stage) == [stage == 0] * 2
 
 
 def gradients_of_two_forwards(hooked: bool) -> list[torch.Tensor]:
@@ -148,6 +148,17 @@ def test_a_copy_shows_its_own():
     other(torch.ones(2, 4)).sum().backward()
     assert other[0].weight.grad is not None
     assert torch.equal(other[0].seen[0], weight)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_gradients_of_two_forwards_are_added_as_finely_as_gradients_are_kept(times):
+    """In bf16 their sum is 256 and not 257."""
+    torch.manual_seed(0)
+    layer = shardproof.shard(nn.Linear(1, 1), 3, mixed_precision=torch.bfloat16)
+    for _ in range(2):
+        (layer(torch.ones(1, 1)) + times * layer(torch.full((1, 1), 256 / times))).sum().backward()
+        assert layer.weight.grad.item() == 257
+        layer.zero_grad()
 
 
 class Holds:
@@ -228,3 +239,13 @@ def test_what_a_forward_does_to_them_is_as_in_torch(what, early):
             theirs[0][0].weight._backward_hooks.clear()
     for p, q in zip(ours[0].parameters(), theirs[0].parameters(), strict=True):
         assert torch.allclose(p.whole(), q, rtol=1e-6, atol=1e-7)
+
+
+def test_a_graph_that_waits_for_its_backward_keeps_its_node_to_itself():
+    """Of three forwards the second and the third are differentiated together."""
+    model = shardproof.shard(nn.Linear(1, 1), 3, mixed_precision=torch.bfloat16)
+    first, second = model(torch.ones(1, 1)), model(torch.ones(1, 1))
+    first.sum().backward()
+    model.zero_grad()
+    (second + model(torch.full((1, 1), 256.0))).sum().backward()
+    assert model.weight.grad.item() == 257

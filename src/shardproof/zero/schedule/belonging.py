@@ -76,13 +76,11 @@ class BelongsToModel(MakesRoom):
         self._shown = weakref.ref(views)
 
     def may_show_again(self) -> bool:
-        """Whether views may stay with their nodes of the graph: nothing leads from a parameter to the model. Of several
-        ranks each has reasons of its own against it, and reduces as often as nodes run: so there each forward has
-        its own."""
+        """Whether views may stay with their nodes of the graph: nothing leads from a parameter to the model."""
         if self.shown.allowed is None:
             hooked = any(flat.gradient_hooks or flat.post_hooks for flat in self.flats)
             leads = hooked or any(_leads_on(p) for flat in self.flats for p in flat.params)
-            self.shown.allowed = self.comm.size == 1 and not leads
+            self.shown.allowed = not self.sharded and not leads
         return self.shown.allowed
 
     def forget_shown(self) -> None:

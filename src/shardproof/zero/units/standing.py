@@ -4,10 +4,13 @@ Nothing is gathered again for backward, so graphs can save the plain views as th
 values have changed since. Where a process holds all values, the buffer stays over the step, too: it is filled again.
 
 [Note: shown again]
-What one forward of a process alone has shown is shown to the next as well, with its node of the graph: to make both
-anew is a third of what a forward costs the host. Such views hold the node, it holds the parameters, and these hold the
-flat, through C++, where Python sees no circle. So the model has them, and not the flat; and nobody has them where
-something leads from a parameter back to the model: a hook, or what was written on the parameter.
+There what one forward has shown is shown to the next as well, with its node of the graph: to make both anew is a third
+of what a forward costs the host. Such views hold the node, it holds the parameters, and these hold the flat, through
+C++, where Python sees no circle. So the model has them, and not the flat; and nobody has them where something leads
+from a parameter back to the model: a hook, or what was written on the parameter.
+
+A node is in one graph at a time. Of two, a backward pass of both would run it once, with the sum of their gradients in
+the dtype of computing; and a rank that shows anew, for a hook that it has alone, would reduce more often than others.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardproof.zero.autograd import in_backward
 from shardproof.zero.device import address_of, storage_uses
 
 if TYPE_CHECKING:
@@ -30,7 +34,10 @@ class Standing:
     Attributes:
         buffer: the gathered buffer.
         bases: of each parameter a plain view. What forwards show shares its version, from forward to forward.
+        graphs: in how many graphs forwards have put a node that no backward pass has run since.
     """
+
+    graphs = 0
 
     def __init__(self, flat: Flat) -> None:
         self.flat = flat
@@ -50,7 +57,7 @@ class Standing:
         """What the last forward has shown, if it is what this one would show."""
         flat = self.flat
         views = flat.engine.shown.get(flat.index)
-        if views is None:
+        if views is None or (self.graphs and not in_backward()):
             return None
         if self.buffer is None or address_of(self.buffer) != address_of(flat.gathered):
             self.show_anew()
@@ -59,6 +66,7 @@ class Standing:
 
     def look_over(self) -> None:
         """A forward is over: what it did to the views, others shall not see."""
+        self.graphs += torch.is_grad_enabled() and not in_backward() and any(self.flat.requires_grad)
         views = self.flat.engine.shown.get(self.flat.index)
         if views is not None and not all(map(_untouched, views)):
             self.show_anew()
@@ -109,6 +117,7 @@ class Standing:
 
     def changed(self, indices: Sequence[int]) -> None:
         """The values of these parameters are others: torch shall refuse to differentiate what has saved them."""
+        self.graphs = 0
         held: list[torch.Tensor] = [self.flat.params[i] for i in indices]
         if self.bases:
             held += [self.bases[i] for i in indices]
