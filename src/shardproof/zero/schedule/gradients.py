@@ -106,10 +106,8 @@ class Gradients:
         return grad
 
     def gather_is_over(self, flat: Flat, whole_flat: bool, collected: dict[int, torch.Tensor]) -> torch.Tensor | None:
-        """Every use of one gather has contributed. Returns the reduced gradient where `torch.autograd.grad` asked
-        for it, else None."""
-        if whole_flat:
-            flat.standing.graphs = max(0, flat.standing.graphs - 1)
+        """Every use of one gather has contributed. Returns its gradient where `torch.autograd.grad` asks for it."""
+        flat.standing.differentiated(whole_flat)
         got = sorted(collected.items())
         collected.clear()  # at once: the node may be there for the next pass, too
         in_graph = self._reduce_in_graph(flat, got) if got else None

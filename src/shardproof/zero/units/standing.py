@@ -71,6 +71,10 @@ class Standing:
         if views is not None and not all(map(_untouched, views)):
             self.show_anew()
 
+    def differentiated(self, whole: bool) -> None:
+        """A backward pass has run the node of a gather, `whole` where that was of all parameters."""
+        self.graphs = max(0, self.graphs - whole)
+
     def keep(self, shown: list[torch.Tensor]) -> None:
         """What a forward shows, for the next one to show. Of several nodes of one gather, a backward that ended in
         between would leave something for the next."""
