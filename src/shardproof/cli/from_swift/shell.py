@@ -136,13 +136,12 @@ def _commands(text: str) -> tuple[list[list[str]], bool]:
 def _all_filled(words: list[str], variables: dict[str, str]) -> list[str]:
     """The words of a command; what is assigned in front of it counts for the next assignment, not yet for its words."""
     found: list[str] = []
-    ahead = dict(variables)
-    for number, word in enumerate(words):
-        in_front = all(re.match(r"[A-Za-z_]\w*=", each) for each in words[: number + 1])
+    ahead, in_front = dict(variables), True
+    for word in words:
+        in_front = in_front and re.match(r"[A-Za-z_]\w*=", word) is not None
         filled = _filled(word, ahead if in_front else variables)
         if in_front:
-            name, _, ahead_is = filled[0].partition("=")
-            ahead[name] = ahead_is
+            name, _, ahead[name] = filled[0].partition("=")
         found += filled
     return found
 

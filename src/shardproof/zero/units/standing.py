@@ -66,8 +66,11 @@ class Standing:
 
     def look_over(self) -> None:
         """A forward is over: what it did to the views, others shall not see."""
-        self.graphs += torch.is_grad_enabled() and not in_backward() and any(self.flat.requires_grad)
-        views = self.flat.engine.shown.get(self.flat.index)
+        flat = self.flat
+        if flat.engine.sharded:  # none shows them again
+            return
+        self.graphs += torch.is_grad_enabled() and not in_backward() and any(flat.requires_grad)
+        views = flat.engine.shown.get(flat.index)
         if views is not None and not all(map(_untouched, views)):
             self.show_anew()
 
