@@ -185,7 +185,7 @@ A_LITTLE_OF_ALL = {
 
 
 @example(program=A_LITTLE_OF_ALL)
-@settings(max_examples=25, **COMMON)
+@settings(max_examples=12, **COMMON)
 @given(program=PROGRAM)
 def test_two_ranks_equal_one_process_on_drawn_programs(pools, program):
     replay(program, pools.run)

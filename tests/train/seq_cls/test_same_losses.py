@@ -60,6 +60,7 @@ def test_an_encoder_that_judges_by_the_first_token_of_its_part_is_refused(traine
         check(trained, "encoder", "named", [{"stage": 3, **SHARED}])
 
 
+@pytest.mark.slow
 def test_a_model_that_judges_by_the_last_place_takes_rows_one_by_one(trained, models, tmp_path) -> None:
     """XLNet's padding stands in front of rows, and here behind them."""
     from transformers import AutoTokenizer, XLNetConfig, XLNetLMHeadModel
