@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -212,3 +213,47 @@ def test_what_few_programs_do_gives_the_numbers_of_one_process(run2, stage):
     for answers in (rarely_done(stage), *run2(rarely_done, stage)):
         for here, there in zip(answers, wanted, strict=True):
             torch.testing.assert_close(here, there, atol=1e-6, rtol=1e-5)
+
+
+class WaitsInside(nn.Module):
+    """Its forward lets another thread try, and goes on when that is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(FEATURES, 3), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        other, self.other = self.other, None
+        if other is not None:
+            other.start()
+            other.join()
+        return self.linear(x)
+
+
+def two_threads(stage: int | None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model, told = nn.Sequential(nn.Linear(FEATURES, FEATURES), WaitsInside()), []
+    if stage is not None:
+        shardproof.shard(model, stage, units=[WaitsInside])
+
+    def second() -> None:
+        with pytest.raises(EngineError, match=r"Two threads compute with a sharded model at the same time") as raised:
+            model(X)
+        told.append(raised.value)
+
+    if stage:
+        model[1].other = threading.Thread(target=second)
+    model(X).square().mean().backward()
+    assert len(told) == bool(stage)
+    thread = threading.Thread(target=lambda: model(2 * X).square().mean().backward())
+    thread.start()
+    thread.join()
+    return [p.grad.norm().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_second_thread_that_computes_meanwhile(run2, stage):
+    """The gathers of both would cross, and the ranks wait for each other for good. One after the other may."""
+    wanted = two_threads(None)
+    for answers in run2(two_threads, stage):
+        torch.testing.assert_close(answers, wanted, atol=1e-6, rtol=1e-5)

@@ -101,6 +101,7 @@ class Engine(BelongsToModel):
             self.adopt()
             if unit.is_root and self.frugal:
                 self.choose_room()
+        unit.check_thread()
         unit.depth += 1
         if unit.depth > 1:
             unit.hooked.append(SavedTensors.push(self))
@@ -144,7 +145,7 @@ class Engine(BelongsToModel):
 
     def close(self, unit: Unit) -> None:
         """Put the parameters back; at stage 3 release the unit unless it is needed next."""
-        if unit.depth == 0:
+        if unit.depth == 0 or unit.is_taken:
             return
         if unit.hooked.pop():
             SavedTensors.pop()
@@ -191,10 +192,9 @@ class Engine(BelongsToModel):
 
     def acquire(self, unit: Unit) -> None:
         """Make the unit's whole parameters available; start gathering the unit that is expected next."""
-        backward = in_backward()
-        if backward:
+        use = (unit.index, in_backward())
+        if in_backward():
             self.note_backward(unit.flats)
-        use = (unit.index, backward)
         new_use = use != self.current and not unit.is_root
         predicts = new_use and (self.sharded or self.home is not None)  # else there is nothing to fetch ahead
         if not predicts and all(f.fresh and f.gathering is None for f in unit.flats):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shardproof.errors import EngineError
+from shardproof.zero.autograd import in_backward
 from shardproof.zero.units.flat import Flat
 
 if TYPE_CHECKING:
@@ -152,6 +153,22 @@ class Unit:
         while frame is not None and frame is not self.frame:
             frame = frame.f_back
         return frame is None
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether another thread is in the model's forward, at a stage where its gathers would cross those of this one.
+        A backward pass inside a forward runs in a thread of torch's, and is waited for."""
+        if not self.depth or self.thread == threading.get_ident() or not self.is_root or in_backward():
+            return False
+        return self.engine is not None and self.engine.sharded and not self.aborted
+
+    def check_thread(self) -> None:
+        """Raise EngineError where the ranks would otherwise wait for each other for good."""
+        if self.is_taken:
+            raise EngineError(
+                "Two threads compute with a sharded model at the same time. At stages 1 to 3 on several ranks only one "
+                "thread may at a time: take a lock around forward and backward, or use stage 0."
+            )
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the entries; also called when the forward raised."""
