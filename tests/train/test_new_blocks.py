@@ -93,6 +93,9 @@ def test_a_model_is_what_it_was_with_blocks_that_write_nothing(tmp_path: Path, k
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
         torch.testing.assert_close(again(ids).logits, before, rtol=1e-5, atol=1e-6)
         assert again.config.num_hidden_layers == 6
+    model.set_attn_implementation("eager")  # as --packing chooses it, once the blocks are there
+    blocks = [module.config for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "config")]
+    assert {config._attn_implementation for config in blocks} == {"eager"}
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ def _copy(block: Any) -> Any:
 
     from shardproof.zero.build import READER
 
-    memo: dict[int, Any] = {}
+    # One config is shared by all blocks: what is chosen later (how attention is computed) counts for new ones, too.
+    memo: dict[int, Any] = {id(m.config): m.config for m in block.modules() if hasattr(m, "config")}
     for p in block.parameters():
         value = p.detach()
         if READER in p.__dict__:
