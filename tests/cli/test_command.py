@@ -123,6 +123,7 @@ def test_a_mistake_in_a_shell(tmp_path, argv: list[str], text: str) -> None:
         (["sft", "--max-lenth", "3"], "Did you mean --max-length?"),
         (["plan", "--sleep_level", "1"], "There is no option --sleep-level.\n"),
         (["plan", "--padding-free"], "--padding-free is an option of 'shardproof sft'."),
+        (["plan", "--new-special-tokens", "<x>"], "--new-special-tokens is an option of 'shardproof sft'."),
         (["plan", "--use-vllm"], "--use-vllm is an option of 'shardproof rlhf'."),
         (["sft", "--use-vllm", "yes"], "--use-vllm is an option of 'shardproof rlhf'."),
         (["plan", "--rlhf-type", "dpo"], "--rlhf-type is an option of 'shardproof doctor'."),

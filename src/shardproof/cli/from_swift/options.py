@@ -171,7 +171,7 @@ def ours(
         any_value = name in HARMLESS and HARMLESS[name] is None
         if any_value or " ".join(given).lower() in nothing:
             return "that is what happens here"
-        if name in others and name not in INSTEAD:
+        if name in others and (name not in INSTEAD or "rlhf_type" not in known):  # which says why rlhf has it not
             return None
         said = given if name != "hub_token" else []  # which is a secret
         raise missing(" ".join([flag(name), *said]), INSTEAD.get(name, ""))
