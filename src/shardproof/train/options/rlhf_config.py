@@ -46,74 +46,77 @@ class RlhfConfig(RunConfig):
     beta: Finite | None = option(
         "Algorithm",
         None,
-        "how strongly the reference holds the model back (dpo, kto, ppo, ...); in gkd, from forward (0) "
+        "how strongly the model is tied to the reference (dpo, kto, ppo, ...); in gkd, from forward (0) "
         "to reverse KL (1)",
         ge=0,
     )
-    loss_type: list[str] = option("Algorithm", [], "variant of the loss, by TRL's name; dpo takes several")
+    loss_type: list[str] = option("Algorithm", [], "variant of the loss, as TRL names it; dpo takes several")
     loss_weights: list[Finite] = option("Algorithm", [], "weight of each --loss-type, in dpo")
     label_smoothing: float | None = option(
-        "Algorithm", None, "assumed share of pairs whose answers are the wrong way round", ge=0, lt=1
+        "Algorithm", None, "assumed share of pairs whose answers are swapped", ge=0, lt=1
     )
     router_aux_loss_coef: Finite = option(
-        "Algorithm", 0.0, "weight of the loss that balances the experts of a mixture (such as 0.001)", ge=0
+        "Algorithm", 0.0, "weight of the load-balancing loss of mixture-of-experts models (such as 0.001)", ge=0
     )
     trl_arguments: Arguments = option(
-        "Algorithm", {}, "further arguments of TRL's configuration: top_entropy_quantile=0.2"
+        "Algorithm", {}, "further arguments for TRL's configuration: top_entropy_quantile=0.2"
     )
     simpo_gamma: Finite | None = option("Algorithm", None, "target margin between the answers, in simpo", ge=0)
-    cpo_alpha: Finite | None = option("Algorithm", None, "weight of the likelihood of the better answer, in cpo", ge=0)
+    cpo_alpha: Finite | None = option(
+        "Algorithm", None, "weight of the log-likelihood of the chosen answer, in cpo", ge=0
+    )
     desirable_weight: Finite = option("Algorithm", 1.0, "weight of good answers, in kto", gt=0)
     undesirable_weight: Finite = option("Algorithm", 1.0, "weight of bad answers, in kto", gt=0)
 
-    ref_model: Named | None = option(
-        "Other models", None, "reference model to compare with (default: the model before training)"
-    )
+    ref_model: Named | None = option("Other models", None, "reference model (default: the model before training)")
     ref_adapters: Named | None = option(
         "Other models",
         SAME,
-        "with --adapters: adapters of the reference; 'same': these, before training; 'none': the model without any",
+        "with --adapters: adapters of the reference; 'same': those, before training; 'none': the base model",
     )
     teacher_model: Named | None = option(
-        "Other models", None, "teacher: gkd learns its distributions, grpo what it says of each token"
+        "Other models", None, "teacher: gkd learns its distributions, grpo its judgement of each token"
     )
     teacher_model_server: Named | None = option(
-        "Other models", None, "URL of a vLLM server that is the teacher, which says how probable tokens are"
+        "Other models", None, "URL of a vLLM server that acts as the teacher and returns log-probabilities"
     )
     teacher_kl_coef: Finite = option(
-        "Other models", 1.0, "weight in a token's advantage of how much more probable it is to the teacher (grpo)", gt=0
+        "Other models",
+        1.0,
+        "weight, in a token's advantage, of how much more probable the teacher finds it (grpo)",
+        gt=0,
     )
     reward_model: list[Named] = option(
         "Other models", [], "reward models that score answers; 'rlhf --rlhf-type rm' trains one"
     )
-    value_model: Named | None = option("Other models", None, "what ppo's value model begins as (default: --model)")
+    value_model: Named | None = option("Other models", None, "initial value model of ppo (default: --model)")
     frozen_stage: int | None = option(
         "Other models", None, "sharding stage of the models that are not trained (default: --stage)", ge=0, le=3
     )
     frozen_precision: Literal["fp32", "bf16", "fp16"] | None = option(
-        "Other models", None, "dtype that the models compute in that are not trained (default: --precision)"
+        "Other models", None, "dtype in which models that are not trained compute (default: --precision)"
     )
     model_stages: dict[str, Annotated[int, Field(ge=0, le=3)]] = option(
         "Other models",
         {},
-        "sharding stages of single models: ref_model=0,reward_model=3 (default: --frozen-stage; of "
-        "value_model --stage)",
+        "sharding stages of individual models: ref_model=0,reward_model=3 (default: --frozen-stage; "
+        "--stage for value_model)",
     )
     model_precisions: dict[str, Literal["fp32", "bf16", "fp16"]] = option(
         "Other models",
         {},
-        "dtypes of single models: reward_model=bf16 (default: --frozen-precision; of value_model --precision)",
+        "dtypes of individual models: reward_model=bf16 (default: --frozen-precision; --precision for value_model)",
     )
     model_offloads: dict[str, str] = option(
         "Other models",
         {},
-        "where single models are kept, by the words of --offload or none: teacher_model=all (default: --offload)",
+        "offloading of individual models, as in --offload, or none: teacher_model=all (default: --offload)",
     )
     precompute_ref: bool = option(
         "Other models", False, "run the reference over all rows before training, then free its memory (dpo, kto)"
     )
     sync_ref_steps: int | None = option(
-        "Other models", None, "move the reference towards the model every so many steps", ge=1
+        "Other models", None, "move the reference towards the model every this many steps", ge=1
     )
 
     reward_funcs: list[str] = option(
@@ -127,57 +130,57 @@ class RlhfConfig(RunConfig):
     format_pattern: str = option(
         "Rewards",
         r"(?s).*####\s*\$?-?[\d,]*\.?\d+\s*",
-        "regular expression that an answer as a whole must match for the reward 'format'",
+        "regular expression that the whole answer must match for the reward 'format'",
     )
     advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus"] = option(
         "Rewards",
         "grpo",
         "compare an answer with the mean of all answers to its prompt, or of the others (rloo); reinforce_plus_plus is"
-        " scaled by the deviation of these differences, not of rewards (grpo)",
+        " scaled by the standard deviation of these differences, not of rewards (grpo)",
     )
     scale_rewards: Literal["auto", "group", "batch", "none"] = option(
         "Rewards",
         "auto",
-        "divide rewards by their standard deviation in a prompt's group, or in the batch (grpo; auto: group, with"
-        " --advantage-estimator rloo none, with reinforce_plus_plus batch)",
+        "divide rewards by their standard deviation within a prompt's group, or over the batch (grpo; auto: group;"
+        " none with --advantage-estimator rloo, batch with reinforce_plus_plus)",
     )
     kl_in_reward: bool | None = option(
         "Rewards",
         None,
-        "take the distance to the reference off rewards, in place of adding it to the loss (grpo; default: no, with"
-        " another --advantage-estimator than grpo yes)",
+        "subtract the KL to the reference from rewards, instead of adding it to the loss (grpo; default: no; yes with"
+        " an --advantage-estimator other than grpo)",
     )
 
     chord_sft_dataset: list[str] = option(
-        "Rewards", [], "rows of experts, as for sft, that are learnt beside the answers (CHORD, in grpo)"
+        "Rewards", [], "expert rows, as for sft, learnt beside the generated answers (CHORD, in grpo)"
     )
-    chord_sft_per_device_train_batch_size: int = option(
-        "Rewards", 1, "so many of them a process has in a micro-batch", ge=1
-    )
+    chord_sft_per_device_train_batch_size: int = option("Rewards", 1, "expert rows per process in a micro-batch", ge=1)
     chord_enable_phi_function: bool = option(
-        "Rewards", False, "weigh each of their tokens by how unsure the model is of it: p (1 - p)"
+        "Rewards", False, "weight each expert token by how unsure the model is of it: p (1 - p)"
     )
     chord_mu_peak: float | None = option(
-        "Rewards", None, "largest weight of their loss; grpo's has the rest", ge=0, le=1
+        "Rewards", None, "largest weight of the expert loss; grpo's loss gets the rest", ge=0, le=1
     )
     chord_mu_valley: float | None = option(
-        "Rewards", None, "weight of their loss in the end (default: --chord-mu-peak)", ge=0, le=1
+        "Rewards", None, "final weight of the expert loss (default: --chord-mu-peak)", ge=0, le=1
     )
     chord_mu_warmup_steps: int = option("Rewards", 0, "steps in which that weight rises to its peak", ge=0)
     chord_mu_decay_steps: int = option("Rewards", 0, "steps in which it then falls", ge=0)
 
     num_generations: int | None = option("Generation", None, "answers per prompt (default: 8; rloo, ppo 2)", ge=1)
     max_completion_length: int = option("Generation", 256, "longest generated answer, in tokens", ge=1)
-    stop_words: list[Written] = option("Generation", [], "texts with which an answer ends, besides its own end")
+    stop_words: list[Written] = option("Generation", [], "strings that end an answer, besides its end token")
     temperature: Finite = option("Generation", 1.0, "sampling temperature", gt=0)
-    top_p: float = option("Generation", 1.0, "sample from the likeliest tokens that sum up to this", gt=0, le=1)
-    top_k: int = option("Generation", 0, "sample from so many of the likeliest tokens; 0: from all", ge=0)
-    repetition_penalty: Finite = option(
-        "Generation", 1.0, "above 1, tokens that were used before become less likely", gt=0
+    top_p: float = option(
+        "Generation", 1.0, "sample from the likeliest tokens whose probabilities sum up to this", gt=0, le=1
     )
-    num_iterations: int = option("Generation", 1, "how often each batch of answers is learnt from", ge=1)
+    top_k: int = option("Generation", 0, "sample from this many of the likeliest tokens; 0: from all", ge=0)
+    repetition_penalty: Finite = option(
+        "Generation", 1.0, "above 1, tokens that have occurred become less likely", gt=0
+    )
+    num_iterations: int = option("Generation", 1, "how often each batch of answers is used", ge=1)
     steps_per_generation: int | None = option(
-        "Generation", None, "micro-batches to generate answers for at once (default: those of a step)", ge=1
+        "Generation", None, "micro-batches to generate answers for at once (default: those of one step)", ge=1
     )
     epsilon: Finite = option("Generation", 0.2, "clip probability ratios below 1 - epsilon", gt=0)
     epsilon_high: Finite | None = option(
@@ -189,66 +192,79 @@ class RlhfConfig(RunConfig):
     fipo_decay_rate: Finite = option(
         "Generation",
         32.0,
-        "with --loss-type fipo: so many tokens further a token counts half for those before it",
+        "with --loss-type fipo: distance in tokens at which a later token counts half",
         gt=0,
     )
-    fipo_clip_range: Finite = option("Generation", 0.2, "its weights are within so much of 1; 0: any", ge=0)
-    fipo_clip_high_only: bool = option("Generation", True, "its weights are never below 1")
+    fipo_clip_range: Finite = option(
+        "Generation", 0.2, "with fipo: weights differ from 1 by at most this; 0: no limit", ge=0
+    )
+    fipo_clip_high_only: bool = option("Generation", True, "with fipo: weights are never below 1")
     fipo_safety_threshold: Finite = option(
-        "Generation", 4.0, "tokens of worse answers whose probability has grown by more weigh 1 at most", gt=0
+        "Generation",
+        4.0,
+        "with fipo: tokens of worse answers whose probability ratio exceeds this have a weight of at most 1",
+        gt=0,
     )
     importance_sampling_level: Literal["token", "sequence"] = option(
         "Generation", "token", "probability ratios of tokens, or of whole answers (grpo; sequence is GSPO)"
     )
     mask_truncated_completions: bool = option(
-        "Generation", False, "learn nothing from answers that were cut at --max-completion-length"
+        "Generation", False, "learn nothing from answers that were cut off at --max-completion-length"
     )
     dynamic_sample: bool = option(
-        "Generation", False, "where all answers to a question are worth the same, ask others in its place (DAPO)"
+        "Generation", False, "replace questions whose answers all get the same reward by others (DAPO)"
     )
     max_resample_times: int = option(
-        "Generation", 3, "with --dynamic-sample, how many more batches of answers a step has at most", ge=1
+        "Generation", 3, "with --dynamic-sample: most additional batches of answers per step", ge=1
     )
     tools: list[str] = option(
-        "Generation", [], "functions that answers may call while they are written, FILE.py:FUNCTION (grpo)"
+        "Generation", [], "functions that answers may call while they are generated, FILE.py:FUNCTION (grpo)"
     )
     environments: list[str] = option(
-        "Generation", [], "classes whose methods answers call, and that say what they are worth, FILE.py:CLASS (grpo)"
+        "Generation", [], "classes whose methods answers may call, and which score them, FILE.py:CLASS (grpo)"
     )
     max_tool_calling_iterations: int | None = option(
-        "Generation", None, "how often an answer may call functions, and go on (default: as long as it fits)", ge=1
+        "Generation", None, "most rounds of function calls in an answer (default: as many as fit)", ge=1
     )
-    use_vllm: bool = option("Generation", False, "generate with vLLM, which is sent the weights (grpo, rloo, gkd)")
+    use_vllm: bool = option("Generation", False, "generate with vLLM, to which the weights are sent (grpo, rloo, gkd)")
     vllm_mode: Literal["server", "colocate"] = option(
-        "Generation", "server", "a vLLM server, or a vLLM in each process that trains"
+        "Generation", "server", "a vLLM server, or vLLM inside each training process"
     )
-    vllm_server: str | None = option("Generation", None, "URL of the vLLM server (default: of the host and port below)")
+    vllm_server: str | None = option(
+        "Generation", None, "URL of the vLLM server (default: from the host and port below)"
+    )
     vllm_server_host: str = option("Generation", "localhost", "host of the vLLM server")
     vllm_server_port: int = option("Generation", 8000, "port of the vLLM server", ge=1, lt=2**16)
     vllm_server_timeout: Finite = option("Generation", 240.0, "seconds to wait until the vLLM server is up", ge=0)
     vllm_gpu_memory_utilization: float = option(
-        "Generation", 0.3, "share of a GPU that a vLLM in the processes takes", gt=0, lt=1
+        "Generation", 0.3, "share of a GPU's memory that vLLM takes in colocate mode", gt=0, lt=1
     )
     vllm_max_model_len: int | None = option(
-        "Generation", None, "tokens it has room for (default: of --max-length and --max-completion-length)", ge=2
+        "Generation",
+        None,
+        "longest sequence of a colocated vLLM (default: --max-length plus --max-completion-length)",
+        ge=2,
     )
-    vllm_tensor_parallel_size: int = option("Generation", 1, "how many processes share one vLLM", ge=1)
-    vllm_sleep: bool = option("Generation", False, "it gives its memory back while nothing is generated")
+    vllm_tensor_parallel_size: int = option("Generation", 1, "processes that share one colocated vLLM", ge=1)
+    vllm_sleep: bool = option("Generation", False, "a colocated vLLM releases its memory while nothing is generated")
 
     lmbda: float = option(
         "gkd and ppo", 0.5, "share of batches for which the student generates the answers, in gkd", ge=0, le=1
     )
     seq_kd: bool = option("gkd and ppo", False, "for the other batches, let the teacher generate the answers, in gkd")
     sft_alpha: Finite = option(
-        "gkd and ppo", 0.0, "weight of the loss of sft, too, of answers that the student has not written, in gkd", ge=0
+        "gkd and ppo",
+        0.0,
+        "weight of an additional sft loss on answers that the student has not generated, in gkd",
+        ge=0,
     )
     gkd_logits_topk: int | None = option(
         "gkd and ppo",
         None,
-        "compare in so many of the teacher's likeliest tokens, without holding logits (gkd; default: in all tokens)",
+        "compare only this many of the teacher's likeliest tokens, without holding logits (gkd; default: all)",
         ge=2,
     )
-    gamma: float = option("gkd and ppo", 1.0, "discount of a reward per token, in ppo", gt=0, le=1)
+    gamma: float = option("gkd and ppo", 1.0, "discount factor per token, in ppo", gt=0, le=1)
     gae_lambda: float = option("gkd and ppo", 0.95, "lambda of generalized advantage estimation, in ppo", ge=0, le=1)
     value_weight: Finite = option("gkd and ppo", 0.1, "weight of the value loss, in ppo", ge=0)
     value_clip: Finite = option("gkd and ppo", 0.2, "clip range of the value, in ppo", gt=0)
