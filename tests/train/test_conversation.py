@@ -82,11 +82,11 @@ def test_a_question_of_a_script_is_not(short: Chat, say: Say) -> None:
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter is Python's with LC_ALL=C
 def test_bytes_that_are_no_text(say: Say, capsys: pytest.CaptureFixture[str], errors: str) -> None:
     say(b"caf\xe9 au lait", terminal=False, errors=errors)
-    with pytest.raises(ConfigError, match=r"The line is no text in UTF-8: .*(\\udce9|0xe9)"):
+    with pytest.raises(ConfigError, match=r"The line is not valid UTF-8: .*(\\udce9|0xe9)"):
         asked()
     say(b"caf\xe9\n", errors=errors)
     assert asked() == ""  # asks again, and there the input ends
-    assert "error: The line is no text in UTF-8: " in capsys.readouterr().err
+    assert "error: The line is not valid UTF-8: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--prompt", "--system"])

@@ -33,39 +33,47 @@ class ExportConfig(BaseModel):
         description="pack the weights: fp8 and int8 (computed in eight bits), int4 (groups share a scale), nf4 "
         "(bitsandbytes)",
     )
-    group_size: int = Field(GROUP, description="with int4: how many weights of a row share a scale", ge=16)
+    group_size: int = Field(GROUP, description="with int4: number of weights in a row that share a scale", ge=16)
     keep: list[str] = Field(
-        [], description="with --quantize: regular expressions for names of weights that stay as they are, too"
+        [], description="with --quantize: regular expressions for names of further weights to leave as they are"
     )
     dataset: list[str] = Field(
-        [], description="with int4 and int8: rows to calibrate with (GPTQ); with all: rows whose loss is told"
+        [], description="with int4 and int8: rows to calibrate with (GPTQ); with any kind: rows whose loss is reported"
     )
-    val_dataset: list[str] = Field([], description="rows whose loss is told, before and after, instead of --dataset")
-    columns: dict[str, str] = Field({}, description="fields of other names in the rows: query=question,response=answer")
-    samples: int = Field(256, description="rows that are taken of them at most", ge=1)
+    val_dataset: list[str] = Field(
+        [], description="rows whose loss is reported, before and after, instead of those of --dataset"
+    )
+    columns: dict[str, str] = Field(
+        {}, description="columns under other names in the rows: query=question,response=answer"
+    )
+    samples: int = Field(256, description="most rows taken from them", ge=1)
     max_length: int | None = Field(
-        None, description="longest of these rows in tokens; others are cut (default: as in the run, or 2048)", ge=2
+        None, description="longest of these rows in tokens; longer ones are cut (default: as in the run, or 2048)", ge=2
     )
-    system: str | None = Field(None, description="system message of rows that have none (default: as in the run)")
-    media_root: str | None = Field(None, description="folder that files in rows lie in (default: that of the dataset)")
-    max_pixels: int | None = Field(None, description="scale pictures and frames in rows down to so many pixels", ge=1)
-    max_frame_pixels: int | None = Field(None, description="the same of videos' frames", ge=1)
-    max_image_tokens: int | None = Field(None, description="the same by tokens that the model gets of them", ge=1)
-    max_frame_tokens: int | None = Field(None, description="the same of videos' frames", ge=1)
-    max_frames: int | None = Field(None, description="frames that are taken of a video at most", ge=1)
+    system: str | None = Field(None, description="system message for rows that have none (default: as in the run)")
+    media_root: str | None = Field(
+        None, description="folder of the files that rows name (default: that of the dataset)"
+    )
+    max_pixels: int | None = Field(None, description="scale pictures and frames down to at most this many pixels", ge=1)
+    max_frame_pixels: int | None = Field(None, description="scale video frames down to at most this many pixels", ge=1)
+    max_image_tokens: int | None = Field(
+        None, description="scale pictures and frames down to at most this many tokens", ge=1
+    )
+    max_frame_tokens: int | None = Field(None, description="scale video frames down to at most this many tokens", ge=1)
+    max_frames: int | None = Field(None, description="most frames taken from a video", ge=1)
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
-    external_plugins: list[str] = Field([], description="Python files of your own that register the model")
+    external_plugins: list[str] = Field([], description="your own Python files that register the model")
     model_type: str | None = Field(
-        None, description="load it as this model of a plugin (default: as in the run, or as its config says)"
+        None, description="load it as this plugin model (default: as in the run, or what its config says)"
     )
     push_to_hub: str | None = Field(
-        None, description="put it on a hub, too: OWNER/NAME on Hugging Face's, MS::OWNER/NAME on ModelScope's"
+        None, description="also upload it: OWNER/NAME on the Hugging Face hub, MS::OWNER/NAME on ModelScope"
     )
-    private: bool = Field(False, description="with --push-to-hub: a new repository is seen by nobody else")
+    private: bool = Field(False, description="with --push-to-hub: make a new repository private")
     hub_token: str | None = Field(
-        None, description="with --push-to-hub: the token (default: HF_TOKEN, or that of 'hf auth login')", repr=False
+        None, description="with --push-to-hub: access token (default: HF_TOKEN, or that of 'hf auth login')", repr=False
     )
-    verbose: bool = Field(False, description="show the messages of libraries, too")
+    verbose: bool = Field(False, description="also show messages of libraries")
     debug: bool = Field(False, description="show tracebacks")
 
     @field_validator("max_shard_size")

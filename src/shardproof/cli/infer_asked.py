@@ -28,92 +28,96 @@ class InferConfig(BaseModel):
     )
     agent_template: str | None = Field(
         None,
-        description="how tools, calls and results are written: hermes, react_en, react_zh ... (default: as by the"
-        " model's template)",
+        description="format of tools, calls and results: hermes, react_en, react_zh ... (default: that of the model's"
+        " template)",
     )
-    response_prefix: Written = Field("", description="what every answer begins with: '<think>\\n'")
+    response_prefix: Written = Field("", description="text that every answer begins with: '<think>\\n'")
     template_variables: dict[str, str] = Field({}, description="variables of the chat template: enable_thinking=false")
     plain: bool = Field(False, description="continue the prompt as it is, without a chat template")
     dataset: list[str] = Field(
         [], description="answer the rows of these datasets instead, and write the answers to a file"
     )
     columns: dict[str, str] = Field(
-        {}, description="fields that have other names in the files: query=question,response=answer"
+        {}, description="columns under other names in the files: query=question,response=answer"
     )
-    row_format: str | None = Field(
-        None, description="a plugin's function that converts each row of the data into a known form"
-    )
-    bad_rows: Literal["stop", "skip"] = Field("stop", description="at a bad row, stop, or skip the row and list it")
+    row_format: str | None = Field(None, description="a plugin function that converts each row into a known form")
+    bad_rows: Literal["stop", "skip"] = Field("stop", description="on a bad row, stop, or skip the row and list it")
     result_path: str | None = Field(
         None, description="JSON Lines file for the answers to --dataset (default: a new one in RUN_DIR/answers)"
     )
     answer_metrics: list[str] = Field(
         [],
-        description="say what the answers are worth beside those of the rows: exact_match, accuracy (of the number at"
-        " the end), rouge_l, bleu, chrf, or a plugin's",
+        description="score the answers against those of the rows: exact_match, accuracy (of the final number), rouge_l,"
+        " bleu, chrf, or a plugin's",
     )
     media_root: str | None = Field(
-        None, description="folder that the files of rows lie in (default: that of the dataset file)"
+        None, description="folder of the files that rows name (default: that of the dataset file)"
     )
     max_pixels: int | None = Field(
-        None, description="scale larger pictures and frames down to so many pixels (default: as in the run)", ge=1
+        None, description="scale pictures and frames down to at most this many pixels (default: as in the run)", ge=1
     )
-    max_image_tokens: int | None = Field(None, description="the same by tokens that the model gets of them", ge=1)
-    max_frame_tokens: int | None = Field(None, description="the same of videos' frames", ge=1)
+    max_image_tokens: int | None = Field(
+        None, description="scale pictures and frames down to at most this many tokens", ge=1
+    )
+    max_frame_tokens: int | None = Field(None, description="scale video frames down to at most this many tokens", ge=1)
     max_seconds: float | None = Field(None, description="longest sound or video (default: as in the run, or 60)", gt=0)
     max_frame_pixels: int | None = Field(
-        None, description="the same of videos' frames (default: as in the run, or --max-pixels)", ge=1
+        None,
+        description="scale video frames down to at most this many pixels (default: as in the run, or --max-pixels)",
+        ge=1,
     )
     max_frames: int | None = Field(
-        None, description="frames that are taken of a video at most (default: as in the run, or 16)", ge=1
+        None, description="most frames taken from a video (default: as in the run, or 16)", ge=1
     )
     fps: float | None = Field(
-        None, description="frames per second that are taken of a video (default: as in the run, or --max-frames)", gt=0
+        None,
+        description="frames taken per second of video (default: as in the run, or as many as --max-frames allows)",
+        gt=0,
     )
-    batch_size: int = Field(
-        1, description="rows that a process answers at once (with --backend vllm, default: 512)", ge=1
-    )
+    batch_size: int = Field(1, description="rows a process answers at once (default with --backend vllm: 512)", ge=1)
     backend: Literal["transformers", "vllm"] = Field(
         "transformers",
-        description="what writes the answers: the model itself, or vLLM, to many rows at once (text, whole models)",
+        description="what generates the answers: transformers, or vLLM for many rows at once (text, full models)",
     )
     vllm_max_model_len: int | None = Field(
-        None, description="longest question and answer, in tokens (default: what the model is made for)", ge=1
+        None, description="longest question plus answer, in tokens (default: the model's own limit)", ge=1
     )
     vllm_gpu_memory_utilization: float | None = Field(
-        None, description="share of the GPU's memory that vLLM takes (default: its own)", gt=0, le=1
+        None, description="share of the GPU's memory that vLLM takes (default: vLLM's)", gt=0, le=1
     )
     max_new_tokens: int = Field(128, description="longest answer in tokens", ge=1)
-    temperature: float = Field(0.0, description="sampling temperature; 0 takes the likeliest token each time", ge=0)
-    top_p: float = Field(1.0, description="sample from the likeliest tokens that sum up to this", gt=0, le=1)
+    temperature: float = Field(0.0, description="sampling temperature; 0: always the likeliest token", ge=0)
+    top_p: float = Field(
+        1.0, description="sample from the likeliest tokens whose probabilities sum up to this", gt=0, le=1
+    )
     top_k: int | None = Field(
         None,
-        description="sample from so many of the likeliest tokens; 0: from all (default: as the model's"
-        " generation_config says, or 50)",
+        description="sample from this many of the likeliest tokens; 0: from all (default: from the model's"
+        " generation_config, or 50)",
         ge=0,
     )
     repetition_penalty: float | None = Field(
         None,
-        description="above 1: tokens that were read or written are less likely (default: as the model's"
-        " generation_config says, or 1)",
+        description="above 1, tokens that have occurred become less likely (default: from the model's"
+        " generation_config, or 1)",
         gt=0,
         allow_inf_nan=False,
     )
     num_beams: int = Field(
-        1, description="follow so many answers at once, and give the likeliest; it is shown when it is written", ge=1
+        1, description="beam search with this many beams; the answer is shown when it is complete", ge=1
     )
-    stop_words: list[Written] = Field([], description="texts before which an answer ends")
-    seed: int | None = Field(None, description="seed of sampling (default: another one each time)", ge=0)
+    stop_words: list[Written] = Field([], description="strings at which an answer ends")
+    seed: int | None = Field(None, description="seed for sampling (default: a new one each time)", ge=0)
     stream: bool = Field(True, description="show the answer while it is generated")
     nproc: int = Field(1, description="processes to shard the model over (with --backend vllm: GPUs)", ge=1)
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     external_plugins: list[str] = Field(
-        [], description="Python files of your own that register the model, the row format or answer metrics"
+        [], description="your own Python files that register the model, the row format or answer metrics"
     )
     model_type: str | None = Field(
-        None, description="load it as this model of a plugin (default: as in the run, or as its config says)"
+        None, description="load it as this plugin model (default: as in the run, or what its config says)"
     )
-    verbose: bool = Field(False, description="show the messages of libraries, too")
+    verbose: bool = Field(False, description="also show messages of libraries")
     debug: bool = Field(False, description="show tracebacks")
 
 
@@ -150,7 +154,7 @@ def asked() -> str:
             print()
             return ""
         except (UnicodeDecodeError, ConfigError) as error:
-            why = ConfigError(f"The line is no text in UTF-8: {error}.") if isinstance(error, ValueError) else error
+            why = ConfigError(f"The line is not valid UTF-8: {error}.") if isinstance(error, ValueError) else error
             if not sys.stdin.isatty():
                 raise why from None
             print(f"error: {why}", file=sys.stderr, flush=True)

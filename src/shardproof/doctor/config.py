@@ -22,88 +22,94 @@ class PlanConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: Named = option(
-        "Model", "", "folder or hub id of a model, or its config.json alone: weights are not needed; 'tiny' to try"
+        "Model", "", "folder or hub id of a model, or just its config.json: weights are not needed; 'tiny' to try it"
     )
-    new_blocks: int = option("Model", 0, "more blocks in the language model, which alone are trained", ge=0)
-    tuner: Tuner = option("Model", "full", "train every weight, or which adapters", values="|".join(TUNERS))
-    tuner_arguments: TunerArguments = option("Model", {}, "what such a kind takes, such as boft_block_size=4")
+    new_blocks: int = option("Model", 0, "blocks added to the language model; only they are trained", ge=0)
+    tuner: Tuner = option("Model", "full", "train every weight, or this kind of adapters", values="|".join(TUNERS))
+    tuner_arguments: TunerArguments = option("Model", {}, "arguments for such a kind, such as boft_block_size=4")
     lora_rank: int = option("Model", 16, "rank of the adapters", ge=1)
-    target_modules: list[str] = option("Model", ["all-linear"], "modules that get adapters, by the words of sft")
-    target_parameters: list[str] = option("Model", [], "matrices that get adapters, too, by the words of sft")
-    dora: bool = option("Model", False, "train the length of each row of a weight apart from its direction")
-    quantize: Literal["nf4", "fp4"] | None = option("Model", None, "keep the frozen weights of blocks in four bits")
-    modules_to_save: list[str] = option("Model", [], "names of modules that are trained in full beside the adapters")
-    lora_dropout: float = option("Model", 0.0, "dropout in front of the adapters", ge=0, lt=1)
-    task: Task = option("Model", "causal_lm", "learn to write answers, labels of rows, to embed texts, to rank")
-    num_labels: int | None = option("Model", None, "with --task seq_cls: how many labels there are", ge=1)
+    target_modules: list[str] = option("Model", ["all-linear"], "modules that get adapters, as in sft")
+    target_parameters: list[str] = option("Model", [], "parameters that also get adapters, as in sft")
+    dora: bool = option("Model", False, "train the magnitude of weights separately from their direction")
+    quantize: Literal["nf4", "fp4"] | None = option("Model", None, "hold the frozen weights of blocks in four bits")
+    modules_to_save: list[str] = option("Model", [], "modules that are fully trained beside the adapters")
+    lora_dropout: float = option("Model", 0.0, "dropout on the input of the adapters", ge=0, lt=1)
+    task: Task = option("Model", "causal_lm", "learn to write answers, to label rows, to embed texts, or to rank them")
+    num_labels: int | None = option("Model", None, "with --task seq_cls: number of labels", ge=1)
     attn: str | None = option(
-        "Model", None, "attention: eager, sdpa, varlen, ... (default: the model's; of packed rows, varlen)"
+        "Model", None, "attention: eager, sdpa, varlen, ... (default: the model's; varlen for packed rows)"
     )
     trust_remote_code: bool = option("Model", False, "run Python code that comes with the model")
     precision: Literal["fp32", "bf16", "fp16"] = option(
-        "Model", "bf16", "compute in this dtype; masters and optimizer stay fp32"
+        "Model", "bf16", "dtype for computing; master weights and optimizer state stay fp32"
     )
-    reduce_dtype: Literal["fp32", "bf16"] = option("Model", "fp32", "add gradients over processes in this dtype")
+    reduce_dtype: Literal["fp32", "bf16"] = option(
+        "Model", "fp32", "dtype in which gradients are reduced across processes"
+    )
     freeze: Names = option("Model", [], "parts that are not trained: llm, vision, audio, aligner, talker")
     train_parts: Names | None = option("Model", None, "parts that are trained (default: all but the talker)")
-    freeze_parameters: list[str] = option("Model", [], "parameters that are not trained either, by their names")
-    trainable_parameters: list[str] = option("Model", [], "parameters that are trained all the same, by their names")
+    freeze_parameters: list[str] = option("Model", [], "further parameters that are not trained, as in sft")
+    trainable_parameters: list[str] = option("Model", [], "parameters that are trained all the same, as in sft")
     enable_audio_output: bool | None = option(
-        "Model", None, "with the modules that speak, or without (default: as the model's config says)"
+        "Model", None, "with or without the modules that produce speech (default: as the model's config says)"
     )
 
-    gpus: list[int] = option("Machine", POWERS_OF_TWO, "numbers of processes to look at")
-    nodes: int = option("Machine", 1, "machines that these are spread over evenly", ge=1)
+    gpus: list[int] = option("Machine", POWERS_OF_TWO, "numbers of processes to consider")
+    nodes: int = option("Machine", 1, "machines that these are evenly spread over", ge=1)
     gpu_memory: float = option("Machine", 80.0, "memory of each, in GB (10^9 bytes)", gt=0)
     headroom: float = option(
-        "Machine", 0.1, "share of it that is kept for what is no tensor: libraries, fragments", ge=0, lt=1
+        "Machine", 0.1, "share of it reserved for everything that is not a tensor: libraries, fragmentation", ge=0, lt=1
     )
-    tflops: float = option("Machine", 400.0, "what each computes in practice, in 10^12 operations a second", gt=0)
-    bandwidth: float = option("Machine", 100.0, "what each sends in practice, in GB a second", gt=0)
+    tflops: float = option("Machine", 400.0, "what each computes in practice, in 10^12 operations per second", gt=0)
+    bandwidth: float = option("Machine", 100.0, "what each sends in practice, in GB per second", gt=0)
     node_bandwidth: float = option(
-        "Machine", 25.0, "what a machine sends to others in practice, for all of its processes, in GB a second", gt=0
+        "Machine", 25.0, "what a machine sends to others in practice, over all its processes, in GB per second", gt=0
     )
-    host_memory: float = option("Machine", 128.0, "memory of the host for each process, in GB, for --offload", gt=0)
+    host_memory: float = option("Machine", 128.0, "host memory per process, in GB, for --offload", gt=0)
     host_bandwidth: float = option(
-        "Machine", 20.0, "what moves between each and the host, and in the host's memory, in GB a second", gt=0
+        "Machine", 20.0, "transfers between each and the host, and within host memory, in GB per second", gt=0
     )
-    disk: float = option("Machine", 1000.0, "room on local disks for each process, in GB, for --offload nvme", gt=0)
-    disk_bandwidth: float = option("Machine", 3.0, "what each reads and writes there, in GB a second", gt=0)
+    disk: float = option("Machine", 1000.0, "space on local disks per process, in GB, for --offload nvme", gt=0)
+    disk_bandwidth: float = option("Machine", 3.0, "what each reads and writes there, in GB per second", gt=0)
     device: Literal["gpu", "cpu"] = option(
-        "Machine", "gpu", "the engine keeps and exchanges buffers differently on CPUs"
+        "Machine", "gpu", "kind of device; on CPUs the engine keeps and exchanges buffers differently"
     )
 
-    stage: str = option("Run", "all", "stages to look at, such as 2,3")
-    offload: list[Offload] = option("Run", ["none"], "what lives elsewhere, by the words of sft: some of these")
-    keep_gathered: Finite = option("Run", 0.0, "GB of gathered weights that stay from one use to the next", ge=0)
+    stage: str = option("Run", "all", "stages to consider, such as 2,3")
+    offload: list[Offload] = option("Run", ["none"], "kinds of offloading to consider, as in sft")
+    keep_gathered: Finite = option("Run", 0.0, "GB of gathered weights that each process keeps between uses", ge=0)
     gradient_checkpointing: list[CheckpointingWord] = option(
         "Run",
         ["both"],
-        "compute activations again in backward, by the words of sft: some of these; both: no and yes",
+        "kinds of gradient checkpointing to consider, as in sft; both: no and yes",
         values="no|yes|both|selective|N",
     )
-    checkpointing_reentrant: bool = option("Run", False, "the reentrant kind of it")
-    activation_offloading: bool = option("Run", False, "the host holds activations between forward and backward")
+    checkpointing_reentrant: bool = option("Run", False, "use the reentrant variant of gradient checkpointing")
+    activation_offloading: bool = option("Run", False, "keep activations in host memory between forward and backward")
     per_device_batch_size: list[int] = option("Run", [1, 2, 4, 8], "rows a process holds at once")
-    gradient_accumulation_steps: int = option("Run", 1, "micro-batches a step", ge=1)
-    max_length: list[int] = option("Run", [2048], "tokens of a row")
+    gradient_accumulation_steps: int = option("Run", 1, "micro-batches per step", ge=1)
+    max_length: list[int] = option("Run", [2048], "tokens per row")
     files: list[str] = option(
         "Run",
         [],
         "files in each row: image=WIDTHxHEIGHT, audio=SECONDS, video=WIDTHxHEIGHTxFRAMES (default: rows are text)",
     )
-    packing: bool = option("Run", False, "rows are filled up with others, none of which sees another")
-    chunked_loss: bool = option("Run", False, "never hold the logits of all tokens")
-    sequence_parallel: int = option("Run", 1, "so many processes share each row and hold a part of it", ge=1)
+    packing: bool = option("Run", False, "pack several rows into one of --max-length")
+    chunked_loss: bool = option(
+        "Run", False, "compute the loss in chunks, so that the logits of all tokens are never held at once"
+    )
+    sequence_parallel: int = option("Run", 1, "split each row across this many processes", ge=1)
     shard_group: int | None = option(
         "Run",
         None,
-        "so many processes hold a copy of the model between them (default: all, or those of a machine)",
+        "processes that hold one copy of the model between them (default: all, or those of a machine)",
         ge=1,
     )
     optimizer: str = option("Run", "adamw", "adamw, adamw_8bit, muon, galore, adafactor, or a plugin's")
-    optimizer_arguments: Arguments = option("Run", {}, "what such an optimizer takes, such as rank=64 (galore)")
-    stochastic_rounding: bool = option("Run", False, "no fp32 masters: weights, gradients and AdamW's state are bf16")
+    optimizer_arguments: Arguments = option("Run", {}, "arguments for the optimizer, such as rank=64 (galore)")
+    stochastic_rounding: bool = option(
+        "Run", False, "no fp32 master weights: weights, gradients and AdamW's state are bf16"
+    )
     external_plugins: list[str] = option("Run", [], "Python files that register --optimizer")
     debug: bool = option("Run", False, "show tracebacks")
 
