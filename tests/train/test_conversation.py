@@ -92,7 +92,7 @@ def test_bytes_that_are_no_text(say: Say, capsys: pytest.CaptureFixture[str], er
 @pytest.mark.parametrize("option", ["--prompt", "--system"])
 def test_an_option_that_is_no_text(tiny: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["infer", str(tiny), option, "caf\udce9"]) == 2
-    assert capsys.readouterr().err == f"error: {option} is no text in UTF-8: caf\\udce9\n"
+    assert capsys.readouterr().err == f"error: {option} is not valid UTF-8: caf\\udce9\n"
 
 
 def test_files_are_looked_at_before_anything_is_asked(tiny: Path, say: Say, capsys: pytest.CaptureFixture[str]) -> None:

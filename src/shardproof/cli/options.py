@@ -314,7 +314,7 @@ def whole_text(name: str, text: str) -> str:
     """The text, which models are to read. Raises ConfigError for bytes that are no UTF-8, which Python makes halves of
     characters of."""
     if (shown := printable(text)) != text:
-        raise ConfigError(f"{name} is no text in UTF-8: {shown}")
+        raise ConfigError(f"{name} is not valid UTF-8: {shown}")
     return text
 
 
