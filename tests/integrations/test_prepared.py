@@ -149,7 +149,7 @@ def test_what_peft_saves_of_a_base_keeps_its_digits() -> None:
             "teacher_model=all: --rlhf-type dpo has ref_model",
         ),
         ({"model_offloads": {"ref_model": "optimizer"}}, "it is not trained, and has none"),
-        ({"model_offloads": {"ref_model": "host"}}, "--model-offloads ref_model=host is none of optimizer, all, nvme"),
+        ({"model_offloads": {"ref_model": "host"}}, "--model-offloads ref_model=host must be optimizer, all or nvme"),
     ],
 )
 def test_a_model_that_does_not_take_part_has_none(options: dict[str, Any], text: str) -> None:

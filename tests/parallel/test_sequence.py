@@ -361,10 +361,10 @@ def test_heads_that_cannot_be_dealt_out_are_refused(heads, keys, size):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"metrics": ["mine"], "val_split": 0.1}, "metrics look at whole rows"),
+        ({"metrics": ["mine"], "val_split": 0.1}, "metrics need full rows"),
         ({"deterministic": True}, "gradients in another order"),
-        ({"fp8": True, "precision": "bf16"}, "scaled by its own largest values"),
-        ({"loss": "mine"}, "wants whole rows"),
+        ({"fp8": True, "precision": "bf16"}, "scaled by its own maximum"),
+        ({"loss": "mine"}, "needs full rows"),
         ({"attn": "eager"}, "--attn is eager"),
     ],
 )

@@ -180,7 +180,7 @@ def test_when_it_ends(metric: str, values: list[float], ends: bool) -> None:
         ({"eval_strategy": "epoch", "eval_steps": 2, "val_split": 0.5}, "leave one of them out"),
         (
             {"eval_strategy": "epoch", "streaming": True, "max_steps": 2, "val_dataset": ["stdlib"]},
-            "Take --eval-steps N",
+            "Use --eval-steps N",
         ),
     ],
 )

@@ -501,7 +501,7 @@ def test_a_folder_that_is_only_read_is_read_into_memory(tiny: Path, folder: Path
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--streaming", "--max-steps", "2"], "--streaming reads them then"),
+        (["--streaming", "--max-steps", "2"], "--streaming reads them during it"),
         (["--interleave-prob", "1.0"], "--interleave-prob"),
         (["--columns", "query=question"], "--columns is about rows that are read"),
         (["--val-split", "0.1", "--cached-val-dataset", "x"], "--cached-val-dataset and --val-split"),

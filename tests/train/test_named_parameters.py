@@ -87,7 +87,7 @@ def test_a_part_of_what_is_frozen() -> None:
 
 @pytest.mark.parametrize("options", [{"neftune_noise_alpha": 5.0}, {"tuner": "lora", "lora_dropout": 0.1}])
 def test_noise_is_not_the_same_on_other_numbers_of_processes(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="each process draws numbers of its own"):
+    with pytest.raises(ConfigError, match="each process draws its own random numbers"):
         recipe.check(SftConfig(**NAMED, deterministic=True, **options), 1)
 
 

@@ -93,7 +93,7 @@ def test_a_first_token_counts_for_no_model_whatever_its_class_is_called(commands
 def test_long_texts_are_split_where_they_are_learnt_whole(runs) -> None:
     assert "rows split into" in runs["split one"].output
     assert runs["split answers"].code == 2
-    assert "--truncation split is for text that sft learns whole" in runs["split answers"].output
+    assert "--truncation split is for raw text in sft" in runs["split answers"].output
 
 
 def test_rows_are_shown_with_all_of_their_text_learnt(tiny: Path, raw: Path, texts, capsys) -> None:

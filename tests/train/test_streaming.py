@@ -145,12 +145,12 @@ def test_what_is_listed_is_not_read_for_every_block(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     "name, text",
     [
-        ("endless", "--max-steps says when to end"),
-        ("ended whole", "--max-epochs is of --streaming"),
+        ("endless", "so add --max-steps"),
+        ("ended whole", "--max-epochs needs --streaming"),
         ("by length", "--streaming and --group-by-length"),
-        ("held out", "Name files with --val-dataset"),
-        ("without the last", "--streaming and --drop-last: passes over the rows follow each other"),
-        ("whole", "--shuffle-buffer-size is of --streaming"),
+        ("held out", "Use --val-dataset"),
+        ("without the last", "--streaming and --drop-last: a step may hold rows of two passes"),
+        ("whole", "--shuffle-buffer-size needs --streaming"),
         ("elsewise", "shuffle_buffer_size 5 instead of 10"),
     ],
 )

@@ -312,7 +312,7 @@ def test_parts_are_named_as_in_sft(tiny_models: Any, tmp_path: Path, seen: Path)
     model = embedding.build(made)
     assert {name.split(".")[2] for name, p in model.named_parameters() if p.requires_grad} == {"visual"}
     assert not hasattr(model, "talker")
-    with pytest.raises(ConfigError, match="--train-parts talker: nobody asks a talker for a vector"):
+    with pytest.raises(ConfigError, match="--train-parts talker: a talker does not produce a vector"):
         prepared(tiny_models("qwen2_5_omni"), tmp_path / "other", ROWS, seen, train_parts=["talker"])
 
 

@@ -30,9 +30,9 @@ def check(**options: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"packing": True}, "--task embedding and --packing: a text has an embedding of its own"),
+        ({"packing": True}, "--task embedding and --packing: each text has its own embedding"),
         ({"chunked_loss": True}, "--chunked-loss"),
-        ({"num_labels": 2}, "--num-labels: nothing is told apart"),
+        ({"num_labels": 2}, "--num-labels: rows have no labels"),
         ({"chat_template": "chatml"}, "--chat-template: texts are read as they stand"),
         ({"plain": True}, "--plain: texts are read as they stand"),
         ({"metrics": ["x"], "val_split": 0.1}, "--metrics"),
@@ -42,7 +42,7 @@ def check(**options: Any) -> None:
         ({"deterministic": True}, "--deterministic and --loss infonce"),
         ({"min_processes": 1}, "on fewer processes a row has fewer negatives"),
         ({"best_metric": "f1", **JUDGED}, "--best-metric f1: an evaluation has loss, accuracy, mrr"),
-        ({"task": "causal_lm", "pooling": "mean"}, "--pooling is about texts that are embedded: add --task embedding"),
+        ({"task": "causal_lm", "pooling": "mean"}, "--pooling applies to embeddings: add --task embedding"),
         ({"task": "seq_cls", "num_labels": 2, "pooling": "mean"}, "add --task embedding"),
         ({"columns": {"postive": "x"}}, "Did you mean positive=x?"),
     ],

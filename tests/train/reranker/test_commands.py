@@ -96,7 +96,7 @@ def test_transformers_and_sentence_transformers_give_the_same(done) -> None:
     ("options", "why"),
     [
         ({"packing": True}, "--task reranker and --packing"),
-        ({"num_labels": 2}, "--num-labels: there is one score"),
+        ({"num_labels": 2}, "--num-labels: a pair gets one score"),
         ({"loss": "infonce"}, "--loss infonce: there is pointwise, listwise"),
         ({"loss_temperature": 0.5}, "--loss-temperature is of --loss listwise"),
         ({"pooling": "mean"}, "add --task embedding"),

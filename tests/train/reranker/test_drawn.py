@@ -69,7 +69,7 @@ def test_fewer_are_learnt(trained) -> None:
 
 
 def test_other_tasks_have_no_pairs() -> None:
-    with pytest.raises(ConfigError, match="--max-negatives is about pairs that are ranked: add --task reranker"):
+    with pytest.raises(ConfigError, match="--max-negatives applies to rerankers: add --task reranker"):
         check_together(sft.parse(["--task", "embedding", "--max-negatives", "2"])[0])
 
 

@@ -228,11 +228,11 @@ def test_transformers_and_sentence_transformers_give_the_same(done) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"plain": True}, "--plain: a model is asked in its chat template"),
+        ({"plain": True}, "--plain: the model is asked through its chat template"),
         ({"template_variables": {"enable_thinking": "True"}}, "does so at once"),
         ({"packing": True}, f"--task {TASK_NAME} and --packing"),
         ({"rope_scaling": {"type": "yarn"}}, "the model keeps its positions"),
-        ({"num_labels": 2}, "--num-labels: there is one score"),
+        ({"num_labels": 2}, "--num-labels: a pair gets one score"),
         ({"loss": "infonce"}, f"--task {TASK_NAME} and --loss infonce: there is pointwise, listwise"),
         ({"dataset": ["stdlib"]}, f"--task {TASK_NAME} needs rows with a 'positive'"),
     ],

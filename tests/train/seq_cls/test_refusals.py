@@ -33,11 +33,11 @@ def check(**options: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"packing": True}, "--task seq_cls and --packing: a row is judged by its last token"),
+        ({"packing": True}, "--task seq_cls and --packing: a row is classified by its last token"),
         ({"chunked_loss": True}, "--chunked-loss"),
-        ({"loss": "all"}, "--task seq_cls and --loss: what is learnt of a row is its label"),
+        ({"loss": "all"}, "--task seq_cls and --loss: what is learnt from a row is its label"),
         ({"liger_kernel": True}, "--liger-kernel"),
-        ({"train_parts": ["talker"]}, "--train-parts talker: nobody asks a talker for scores"),
+        ({"train_parts": ["talker"]}, "--train-parts talker: a talker does not produce scores"),
         ({"plain": True, "chat_template": "chatml"}, "--plain leaves the chat template out"),
         ({"dataset": ["stdlib"]}, "needs rows with a 'label'"),
         ({"label_names": []}, "Say --num-labels N, or name them"),
@@ -48,7 +48,7 @@ def check(**options: Any) -> None:
         ({"best_metric": "f1", **JUDGED}, "--best-metric f1: an evaluation has loss, accuracy, macro_f1"),
         ({"problem_type": REGRESSION, "best_metric": "mae", **JUDGED}, "of what is no loss more is better"),
         ({"metrics": ["accuracy"], "val_split": 0.1}, "an evaluation has that anyway"),
-        ({"task": "causal_lm"}, "--label-names is about rows with labels, and answers are learnt: add --task seq_cls"),
+        ({"task": "causal_lm"}, "--label-names applies to classifiers, and this run learns answers: add --task seq_cls"),
         ({"columns": {"labels": "x"}}, "Did you mean label=x?"),
     ],
 )

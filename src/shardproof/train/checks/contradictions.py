@@ -25,48 +25,48 @@ KEPT = {"row_cache": "only rows whose answers are learnt are kept"}
 LABELS = ("num_labels", "label_names", "problem_type")
 # Options that mean nothing to rows with labels, and why.
 NOT_OF_LABELS = {
-    "packing": "a row is judged by its last token, and rows in one have one last token",
-    "streaming": "labels are counted before",
-    "chunked_loss": "there are no logits of all tokens",
-    **dict.fromkeys(("loss", "loss_type"), "what is learnt of a row is its label"),
-    **KEPT | dict.fromkeys(OF_ANSWERS, "no answers are written"),
-    "label_smoothing_factor": "it smooths the tokens of answers",
-    "token_weights": "it weighs the tokens of answers",
-    "router_aux_loss_coef": "transformers has that loss in models that write",
-    "liger_kernel": "its kernels are for models that write",
-    "model_type": "models of plugins write",
-    **dict.fromkeys(("rope_scaling", "max_model_len"), "a classifier keeps the positions of its model"),
+    "packing": "a row is classified by its last token, and packed rows share one",
+    "streaming": "labels are counted before training",
+    "chunked_loss": "a classifier has no logits over the vocabulary",
+    **dict.fromkeys(("loss", "loss_type"), "what is learnt from a row is its label"),
+    **KEPT | dict.fromkeys(OF_ANSWERS, "no answers are generated"),
+    "label_smoothing_factor": "it applies to the tokens of answers",
+    "token_weights": "it weights the tokens of answers",
+    "router_aux_loss_coef": "transformers has that loss only in models that generate",
+    "liger_kernel": "its kernels are for models that generate",
+    "model_type": "plugin models generate text",
+    **dict.fromkeys(("rope_scaling", "max_model_len"), "classifiers keep the positions of their model"),
 }
 # The same of rows whose texts are embedded.
 NOT_OF_EMBEDDINGS = {
-    "agent_template": "texts that are embedded call no tools",
-    "packing": "a text has an embedding of its own",
-    "streaming": "texts are counted before",
+    "agent_template": "embedded texts do not call tools",
+    "packing": "each text has its own embedding",
+    "streaming": "texts are counted before training",
     **dict.fromkeys(("loss_type", "label_smoothing_factor", "token_weights"), "no tokens are learnt"),
     "router_aux_loss_coef": NOT_OF_LABELS["router_aux_loss_coef"],
-    "rope_scaling": "a model that embeds keeps its positions",
-    "max_model_len": "a model that embeds keeps its positions",
-    "chunked_loss": "there are no logits",
+    "rope_scaling": "embedding models keep their positions",
+    "max_model_len": "embedding models keep their positions",
+    "chunked_loss": "embeddings have no logits",
     "liger_kernel": NOT_OF_LABELS["liger_kernel"],
     "model_type": NOT_OF_LABELS["model_type"],
-    "metrics": "metrics of plugins look at logits",
-    **KEPT | dict.fromkeys(OF_ANSWERS, "no answers are written"),
-    **dict.fromkeys(LABELS, "nothing is told apart"),
+    "metrics": "plugin metrics are computed from logits",
+    **KEPT | dict.fromkeys(OF_ANSWERS, "no answers are generated"),
+    **dict.fromkeys(LABELS, "rows have no labels"),
 }
 NOT_OF_PAIRS = {
-    "agent_template": "pairs call no tools",
+    "agent_template": "pairs do not call tools",
     **{name: why for name, why in NOT_OF_LABELS.items() if name != "loss"},
-    "metrics": "metrics of plugins look at labels",
-    **dict.fromkeys(LABELS, "there is one score"),
+    "metrics": "plugin metrics are computed from labels",
+    **dict.fromkeys(LABELS, "a pair gets one score"),
 }
 # The same of pairs about which a model that writes is asked.
 NOT_OF_ASKED = NOT_OF_PAIRS | {
-    "plain": "a model is asked in its chat template",
+    "plain": "the model is asked through its chat template",
     "rope_scaling": "the model keeps its positions",
     "max_model_len": "the model keeps its positions",
-    "liger_kernel": "its loss is over all tokens",
-    "router_aux_loss_coef": "what is learnt is one token of a pair",
-    "model_type": "infer asks models of transformers",
+    "liger_kernel": "its loss covers all tokens",
+    "router_aux_loss_coef": "only one token of each pair is learnt",
+    "model_type": "infer only loads transformers models",
 }
 NOT_OF = {
     "seq_cls": NOT_OF_LABELS,
@@ -83,39 +83,43 @@ def check_together(config: RunConfig) -> None:
     _check_task(config)
     _check_changes(config)
     if config.optimizer not in ("adamw", EIGHT_BITS, MUON, GALORE) and (given := first_given(config, ADAM)):
-        raise ConfigError(f"{given} is of AdamW, and --optimizer {config.optimizer} is another.")
+        raise ConfigError(f"{given} applies to AdamW, and --optimizer is {config.optimizer}.")
     only_matrices = config.tuner == LORA and not (config.dora or config.modules_to_save)
     if config.optimizer == MUON and only_matrices and (given := first_given(config, ADAM)):
-        raise ConfigError(f"{given} is of AdamW, and adapters are matrices, which --optimizer muon updates by Muon.")
+        raise ConfigError(
+            f"{given} applies to AdamW, but adapters are matrices, which --optimizer muon updates with Muon."
+        )
     if config.checkpointing_reentrant and not config.gradient_checkpointing:
         raise ConfigError(
             "--checkpointing-reentrant is a kind of gradient checkpointing, which is off: add --gradient-checkpointing."
         )
     if config.checkpointing_reentrant and config.gradient_checkpointing == SELECTIVE:
-        raise ConfigError(
-            "--gradient-checkpointing selective is of the other kind than --checkpointing-reentrant: leave that out."
-        )
+        raise ConfigError("--gradient-checkpointing selective is not reentrant: leave --checkpointing-reentrant out.")
     if config.warmup_steps is not None and first_given(config, ("warmup_ratio",)):
-        raise ConfigError("--warmup-steps and --warmup-ratio are two ways to say the same: give one of them.")
+        raise ConfigError("--warmup-steps and --warmup-ratio mean the same: give one of them.")
     warms_up = config.warmup_steps or (first_given(config, ("warmup_ratio",)) and config.warmup_ratio)
     if config.lr_scheduler == "constant" and warms_up:
-        raise ConfigError("--lr-scheduler constant does not warm up: take constant_with_warmup, or no warm-up.")
+        raise ConfigError("--lr-scheduler constant has no warm-up: use constant_with_warmup, or leave the warm-up out.")
     _check_mixture(config)
     _check_cached(config)
     check_part_names(config.train_parts or (), config.freeze, config.part_learning_rates)
     if config.remote_media_cache and not config.allow_remote_media:
-        raise ConfigError("--remote-media-cache keeps what is fetched, and nothing is: add --allow-remote-media.")
+        raise ConfigError("--remote-media-cache keeps downloads, and there are none without --allow-remote-media.")
     if config.group_by_length and getattr(config, "packing", False):
-        raise ConfigError("--group-by-length and --packing: packed rows are of one length already. Give one of them.")
+        raise ConfigError(
+            "--group-by-length and --packing: packed rows already have the same length. Give one of them."
+        )
     _check_padding_free(config)
     _check_streaming(config)
     if config.truncation == "split" and config.recipe != "sft":
-        raise ConfigError("--truncation split is for text that sft learns whole: take drop, right or left.")
+        raise ConfigError("--truncation split is for raw text in sft: use drop, right or left.")
     _check_optimizer(config)
     _check_four_bits(config)
     check_scheduler(config)
     if config.keep_gathered and 3 not in (config.stage, getattr(config, "frozen_stage", None)):
-        raise ConfigError(f"--keep-gathered is of --stage 3: at stage {config.stage} weights are whole until the step.")
+        raise ConfigError(
+            f"--keep-gathered needs --stage 3: at stage {config.stage} weights stay gathered until the step anyway."
+        )
     check_offload(config.offload)
     _check_sequence(config)
     _check_deterministic(config)
@@ -132,18 +136,18 @@ def _check_deterministic(config: RunConfig) -> None:
     """What has other bits on another number of processes."""
     if not getattr(config, "deterministic", False):
         return
-    own_numbers = "each process draws numbers of its own"
+    own_numbers = "each process draws its own random numbers"
     against = {
-        "compile": "what is compiled adds in an order of its own for each length",
+        "compile": "compiled code adds in an order that depends on the length",
         "lora_dropout": own_numbers,
         "neftune_noise_alpha": own_numbers,
-        "shard_group": "copies of a model add gradients in another order",
+        "shard_group": "replicas add gradients in another order",
     }
     _refuse_with("--deterministic", config, against)
     if config.optimizer == EIGHT_BITS:
         raise ConfigError(
-            f"--deterministic and --optimizer {EIGHT_BITS}: state in eight bits is rounded in blocks of a process's"
-            " part, which begin elsewhere on another number of them. Leave one of them out."
+            f"--deterministic and --optimizer {EIGHT_BITS}: 8-bit state is rounded in blocks of each process's"
+            " part, and the blocks depend on the number of processes. Leave one of them out."
         )
 
 
@@ -154,11 +158,11 @@ def _check_changes(config: RunConfig) -> None:
         tokens_of(names)
     if names and config.tuner != FULL and not config.modules_to_save:
         raise ConfigError(
-            f"--new-special-tokens and --tuner {config.tuner}: the embeddings of new tokens would stay what they are"
-            " drawn as, and not be saved. Add --modules-to-save embed_tokens lm_head, which trains and saves them, too."
+            f"--new-special-tokens and --tuner {config.tuner}: the embeddings of new tokens would be neither trained"
+            " nor saved. Add --modules-to-save embed_tokens lm_head, which does both."
         )
     if names and config.external_plugins and config.model_type:
-        raise ConfigError("--new-special-tokens: a plugin's model says itself how many tokens it embeds.")
+        raise ConfigError("--new-special-tokens: a plugin model decides itself how many tokens it embeds.")
     check_rope(getattr(config, "rope_scaling", {}), getattr(config, "max_model_len", None))
 
 
@@ -166,19 +170,19 @@ def _check_streaming(config: RunConfig) -> None:
     """What needs to know all rows, and what is only for a stream of them."""
     if not getattr(config, "streaming", False):
         if given := first_given(config, ("shuffle_buffer_size",)) if hasattr(config, "shuffle_buffer_size") else "":
-            raise ConfigError(f"{given} is of --streaming. Without it all rows are shuffled in each epoch.")
+            raise ConfigError(f"{given} needs --streaming. Without it, all rows are shuffled in each epoch.")
         if getattr(config, "max_epochs", None):
-            raise ConfigError("--max-epochs is of --streaming. Without it --epochs says how many passes there are.")
+            raise ConfigError("--max-epochs needs --streaming. Without it, --epochs sets the number of passes.")
         return
     if not config.max_steps:
         raise ConfigError(
-            "--streaming: how many rows there are is not known, so --max-steps says when to end, and how the learning"
-            " rate falls until then: add it. --max-epochs may end the run before."
+            "--streaming: the number of rows is not known, so add --max-steps, which sets the end of the run and of the"
+            " learning rate schedule. --max-epochs may end the run earlier."
         )
     against = {
-        "group_by_length": "the lengths of rows that come later are not known",
-        "drop_last": "passes over the rows follow each other, and a step may hold rows of two",
-        "val_split": "a share of rows of unknown number cannot be held out. Name files with --val-dataset",
+        "group_by_length": "the lengths of later rows are not known",
+        "drop_last": "a step may hold rows of two passes over the data",
+        "val_split": "a share of an unknown number of rows cannot be held out. Use --val-dataset",
     }
     _refuse_with("--streaming", config, against)
 
@@ -187,11 +191,13 @@ def _check_cached(config: RunConfig) -> None:
     """What is about rows that are read, where none are, and what cached rows cannot be."""
     cached = first_given(config, ("cached_dataset", "cached_val_dataset"))
     if cached and getattr(config, "streaming", False):
-        raise ConfigError(f"{cached} has all rows before training, and --streaming reads them then. Give one of them.")
+        raise ConfigError(
+            f"{cached} has all rows before training, and --streaming reads them during it. Give one of them."
+        )
     given = first_given(config, ("columns", "row_format", "model_name", "model_author"))
     if cached and given and not (config.dataset or config.val_dataset):
         raise ConfigError(
-            f"{given} is about rows that are read from --dataset, and those of {cached} are encoded. Leave it out."
+            f"{given} applies to rows read from --dataset, and those of {cached} are already encoded. Leave it out."
         )
 
 
@@ -199,7 +205,7 @@ def check_whole(config: RunConfig, command: str) -> None:
     """Raise ConfigError for a stream where a command looks at all rows."""
     if getattr(config, "streaming", False):
         raise ConfigError(
-            f"'shardproof {command}' looks at all rows. Leave --streaming out, and take some of them:"
+            f"'shardproof {command}' needs all rows. Leave --streaming out, and take some of them:"
             f" --dataset {config.dataset[0].partition('#')[0]}#1000."
         )
 
@@ -207,14 +213,14 @@ def check_whole(config: RunConfig, command: str) -> None:
 def check_evaluation(config: RunConfig) -> None:
     """Raise ConfigError for an evaluation on nothing, or what looks at evaluations that there are none of."""
     if config.val_split and (given := first_given(config, ("val_dataset", "cached_val_dataset"))):
-        raise ConfigError(f"{given} and --val-split are two ways to say the same: give one of them.")
+        raise ConfigError(f"{given} and --val-split mean the same: give one of them.")
     given = "--eval-steps" if config.eval_steps else f"--eval-strategy {config.eval_strategy}"
     if config.eval_steps and config.eval_strategy in ("epoch", "no"):
         raise ConfigError(
             f"--eval-steps {config.eval_steps} and --eval-strategy {config.eval_strategy}: leave one of them out."
         )
     if config.eval_strategy == "epoch" and getattr(config, "streaming", False):
-        raise ConfigError("--eval-strategy epoch: how long a pass over a stream is, nobody knows. Take --eval-steps N.")
+        raise ConfigError("--eval-strategy epoch: the length of a pass over a stream is not known. Use --eval-steps N.")
     if config.eval_on_start:
         given = given if config.evaluates else "--eval-on-start"
         if config.eval_strategy == "no":
@@ -225,23 +231,23 @@ def check_evaluation(config: RunConfig) -> None:
             "name some with --val-dataset",
             *([] if streamed else ["hold some of --dataset out with --val-split 0.05"]),
         ]
-        ways += [] if looked_at else [f"leave {given} out (ms-swift passes it over then)"]
+        ways += [] if looked_at else [f"leave {given} out (ms-swift ignores it then)"]
         raise ConfigError(f"{given} needs rows to evaluate on, and there are none: {', or '.join(ways)}.")
     for name in ("early_stop", "keep_best"):
         if getattr(config, name) and not config.evaluates:
             raise ConfigError(
-                f"{flag(name)} looks at evaluations while training: add --eval-steps or --eval-strategy epoch."
+                f"{flag(name)} needs evaluations during training: add --eval-steps or --eval-strategy epoch."
             )
     if config.best_metric != "loss" and not (config.early_stop or config.keep_best):
-        raise ConfigError("--best-metric says what --keep-best and --early-stop go by: add one of them.")
+        raise ConfigError("--best-metric is used by --keep-best and --early-stop: add one of them.")
 
 
 def _check_padding_free(config: RunConfig) -> None:
     """What does not go together with rows that are laid end to end."""
     against = {
         "packing": "packed rows have no padding",
-        "compile": "the model would be compiled anew for each number of tokens of a batch",
-        "neftune_noise_alpha": "how strong its noise is depends on the length of whole rows",
+        "compile": "the model would be recompiled for each number of tokens in a batch",
+        "neftune_noise_alpha": "the strength of its noise depends on the length of the row",
     }
     if config.padding_free:
         _refuse_with("--padding-free", config, against)
@@ -252,44 +258,44 @@ def _check_sequence(config: RunConfig) -> None:
     if getattr(config, "sequence_parallel", 1) == 1:
         return
     if config.attn not in (None, "sdpa", "varlen"):
-        raise ConfigError(f"--sequence-parallel works with --attn sdpa and varlen, and --attn is {config.attn}.")
+        raise ConfigError(f"--sequence-parallel works with --attn sdpa and varlen, but --attn is {config.attn}.")
     against = {
-        "padding_free": "the rows of a micro-batch would be laid end to end where they are cut",
-        "metrics": "metrics look at whole rows",
-        "neftune_noise_alpha": "how strong its noise is depends on the length of whole rows",
-        "liger_kernel": "its loss is that of whole rows",
-        "compile": "parts of a row meet in attention, which is not compiled",
-        "deterministic": "parts of a row add gradients in another order",
-        "fp8": "each part of a row would be scaled by its own largest values",
+        "padding_free": "rows cannot be both concatenated and split",
+        "metrics": "metrics need full rows",
+        "neftune_noise_alpha": "the strength of its noise depends on the length of the row",
+        "liger_kernel": "its loss needs full rows",
+        "compile": "the exchange between parts of a row cannot be compiled",
+        "deterministic": "gradients of the parts of a row are added in another order",
+        "fp8": "each part of a row would be scaled by its own maximum",
     }
     _refuse_with("--sequence-parallel", config, against)
     if (given := getattr(config, "loss_type", "nll")) == "dft" and config.recipe == "sft":
         raise ConfigError(
-            f"--sequence-parallel and --loss-type {given}: a process holds a part of a row's tokens only."
+            f"--sequence-parallel and --loss-type {given}: a process holds only a part of a row's tokens."
         )
     loss = getattr(config, "loss", "answer")
     if config.recipe == "sft" and loss not in PLUGINS["loss"].built_in:
-        raise ConfigError(f"--sequence-parallel computes the causal loss; --loss {loss} wants whole rows.")
+        raise ConfigError(f"--sequence-parallel computes the causal loss; --loss {loss} needs full rows.")
 
 
 def _check_task(config: RunConfig) -> None:
     """What is only for rows with labels, or for those that are embedded, and what is not for them."""
     if config.recipe == "sft" and (given := first_given(config, LABELS)):
-        raise ConfigError(f"{given} is about rows with labels, and answers are learnt: add --task seq_cls.")
+        raise ConfigError(f"{given} applies to classifiers, and this run learns answers: add --task seq_cls.")
     task = getattr(config, "task", "causal_lm")
     if config.command == "sft" and task != "embedding" and first_given(config, ("pooling",)):
-        raise ConfigError("--pooling is about texts that are embedded: add --task embedding.")
+        raise ConfigError("--pooling applies to embeddings: add --task embedding.")
     if config.command == "sft" and task in ("causal_lm", "seq_cls") and first_given(config, ("loss_temperature",)):
-        raise ConfigError("--loss-temperature is about texts that are compared: add --task embedding, or reranker.")
+        raise ConfigError("--loss-temperature applies to embeddings and rerankers: add --task embedding or reranker.")
     of_pairs = config.command != "sft" or config.recipe == "reranker"
     if not of_pairs and (given := first_given(config, ("max_positives", "max_negatives"))):
-        raise ConfigError(f"{given} is about pairs that are ranked: add --task reranker, or generative_reranker.")
+        raise ConfigError(f"{given} applies to rerankers: add --task reranker or generative_reranker.")
     for name, why in NOT_OF.get(task, {}).items():
         if given := first_given(config, (name,)):
             raise ConfigError(f"--task {task} and {given}: {why}. Leave one of them out.")
     if task in NOT_OF and TALKER in (config.train_parts or ()):
         what = "a vector" if task == "embedding" else "scores"
-        raise ConfigError(f"--train-parts {TALKER}: nobody asks a {TALKER} for {what}. Leave it out.")
+        raise ConfigError(f"--train-parts {TALKER}: a {TALKER} does not produce {what}. Leave it out.")
     of_template = (
         "chat_template",
         "agent_template",
@@ -297,30 +303,30 @@ def _check_task(config: RunConfig) -> None:
         *(("system",) if config.recipe == "sft" else ()),
     )
     if getattr(config, "plain", False) and (given := first_given(config, of_template)):
-        raise ConfigError(f"--plain leaves the chat template out, and {given} is about one. Give one of them.")
+        raise ConfigError(f"--plain leaves the chat template out, and {given} needs one. Give one of them.")
 
 
 def _check_optimizer(config: RunConfig) -> None:
     if config.optimizer == EIGHT_BITS and config.min_processes:
         raise ConfigError(
-            f"--min-processes and --optimizer {EIGHT_BITS}: state in eight bits lies in blocks of a process's part, and"
-            " cannot be dealt out to fewer."
+            f"--min-processes and --optimizer {EIGHT_BITS}: 8-bit state lies in blocks of each process's part, and"
+            " cannot be redistributed to fewer processes."
         )
     if getattr(config, "fp8", False) and (config.precision != "bf16" or config.tuner != FULL):
         hint = "a frozen base gains little from it" if config.tuner != FULL else "add --precision bf16"
-        raise ConfigError(f"--fp8 is for training every weight with --precision bf16: {hint}.")
+        raise ConfigError(f"--fp8 needs --tuner full and --precision bf16: {hint}.")
     if config.reduce_dtype == "bf16" and (config.precision != "bf16" or config.stochastic_rounding):
-        hint = "gradients are bf16 without it" if config.stochastic_rounding else "add --precision bf16"
-        raise ConfigError(f"--reduce-dtype bf16 is for computing in bf16 with masters in fp32: {hint}.")
+        hint = "gradients are already bf16" if config.stochastic_rounding else "add --precision bf16"
+        raise ConfigError(f"--reduce-dtype bf16 needs bf16 computing with fp32 master weights: {hint}.")
     if not config.stochastic_rounding:
         return
     why = None
     if config.precision != "bf16":
         why = f"rounds weights to bf16, and --precision is {config.precision}: add --precision bf16"
     elif config.optimizer != "adamw":
-        why = f"is done by an AdamW of its own, and --optimizer is {config.optimizer}: leave one of them out"
+        why = f"has its own AdamW, and --optimizer is {config.optimizer}: leave one of them out"
     elif config.tuner != FULL:
-        why = "saves memory where every weight is trained, and adapters are few: leave it out"
+        why = "is for --tuner full, as adapters have few weights: leave it out"
     if why:
         raise ConfigError(f"--stochastic-rounding {why}.")
 
@@ -328,9 +334,9 @@ def _check_optimizer(config: RunConfig) -> None:
 def _check_four_bits(config: RunConfig) -> None:
     """What does not go together with a base in four bits."""
     against = {
-        "dora": "it takes lengths of rows of weights that are packed",
-        "compile": "the kernels that unpack are not compiled",
-        "use_vllm": "vLLM is sent whole weights, and these are packed",
+        "dora": "it needs the norms of weights, and these are packed",
+        "compile": "the kernels that unpack weights cannot be compiled",
+        "use_vllm": "vLLM is sent full weights, and these are packed",
     }
     if config.quantize:
         _refuse_with("--quantize", config, against)
@@ -350,7 +356,7 @@ def check_offload(offload: str | None, option: str = "--offload ") -> None:
         return
     kind, _, folder = offload.partition(":")
     if kind != "nvme" or not folder:
-        raise ConfigError(f"{option}{offload} is none of optimizer, all, nvme:FOLDER.")
+        raise ConfigError(f"{option}{offload} must be optimizer, all or nvme:FOLDER.")
     if not Path(folder).is_dir():
         raise ConfigError(f"{option}nvme:{folder}: there is no such folder. Make it on a fast local disk.")
 
@@ -358,16 +364,16 @@ def check_offload(offload: str | None, option: str = "--offload ") -> None:
 def _check_mixture(config: RunConfig) -> None:
     shares, named = config.interleave_prob, len(config.dataset)
     if not shares and (given := first_given(config, ("stopping_strategy",))):
-        raise ConfigError(f"{given} says when a mixture of datasets ends: add --interleave-prob.")
+        raise ConfigError(f"{given} sets when a mixture of datasets ends: add --interleave-prob.")
     if shares and config.cached_dataset:
-        raise ConfigError("--interleave-prob mixes what --dataset names: leave it or --cached-dataset out.")
+        raise ConfigError("--interleave-prob mixes the datasets of --dataset: leave it or --cached-dataset out.")
     if shares and len(shares) != named:
         raise ConfigError(
-            f"--interleave-prob has {len(shares)} share(s), and --dataset names {named}: each has one, in their order."
+            f"--interleave-prob has {len(shares)} share(s) for {named} dataset(s): give one for each, in order."
         )
     if shares and not math.isclose(sum(shares), 1, abs_tol=1e-6):
         raise ConfigError(
-            f"--interleave-prob {' '.join(map(str, shares))}: shares sum to 1, and these to {sum(shares):g}."
+            f"--interleave-prob {' '.join(map(str, shares))}: shares must sum to 1, and these sum to {sum(shares):g}."
         )
 
 
@@ -380,5 +386,5 @@ def check_columns(columns: dict[str, str], fields: Sequence[str] = FIELDS, other
             hint = f" Did you mean {meant}?" if meant else ""
             raise ConfigError(
                 f"--columns {field}={column}: there is no field {field!r}.{hint}\n"
-                f"The name of a field stands first: {', '.join(fields)}."
+                f"The field comes first: {', '.join(fields)}."
             )
