@@ -23,7 +23,7 @@ from shardproof.train.folder import ADAPTER
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"vllm_max_model_len": 10}, "--vllm-max-model-len is about vLLM: add --backend vllm"),
+        ({"vllm_max_model_len": 10}, "--vllm-max-model-len needs --backend vllm"),
         ({"backend": "vllm", "image": ["a.png"]}, "is asked about text, of models that it knows itself: no --image"),
         ({"backend": "vllm", "external_plugins": ["mine.py"]}, "no --external-plugins"),
         ({"backend": "vllm", "num_beams": 2}, "follows no beams"),

@@ -251,7 +251,7 @@ def test_what_the_command_writes_is_pushed(hub: Hub, tmp_path: Path, capfd: pyte
 
 @pytest.mark.parametrize("option", [["--private"], ["--hub-token", "hf_writes"]])
 def test_options_of_a_hub_alone_are_refused(option: list[str]) -> None:
-    with pytest.raises(ConfigError, match=rf"^{option[0]} is of --push-to-hub OWNER/NAME, and there is none"):
+    with pytest.raises(ConfigError, match=rf"^{option[0]} needs --push-to-hub OWNER/NAME"):
         export.run(["RUN", "FOLDER", *option])
 
 

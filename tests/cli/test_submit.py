@@ -249,7 +249,7 @@ def test_the_batch_script_trains(capsys, tmp_path, tiny, rows):  # noqa: F811
         (["slurm", "--", *TRAIN, "--nproc=8"], "give it to submit"),
         (["slurm", "--", *TRAIN[:-2]], "--output-dir is missing"),
         (["slurm", "--", "sft", "--output-dir", "o"], "--model and --dataset are missing"),
-        (["slurm", "--", *TRAIN, "--lora-rank", "8"], "--lora-rank is about adapters"),
+        (["slurm", "--", *TRAIN, "--lora-rank", "8"], "--lora-rank applies to adapters"),
         (["slurm", "--nodes", "3", "--", *TRAIN, "--global-batch-size", "4"], "cannot be dealt out"),
         (["slurm", "--image", "x", "--", *TRAIN], "--image is not for slurm"),
         (["k8s", "--partition", "x", "--", *TRAIN], "--partition is not for k8s"),

@@ -153,8 +153,8 @@ def test_nothing_is_lost_or_guessed(asked) -> None:
     for name, said in (
         ("again", "is there already"),
         ("both", "--dataset and --prompt are two questions"),
-        ("nowhere", "--result-path is about the rows of --dataset"),
-        ("nothing", "--bad-rows is about the rows of --dataset"),
+        ("nowhere", "--result-path applies to the rows of --dataset"),
+        ("nothing", "--bad-rows applies to the rows of --dataset"),
         ("bad", "bad.jsonl:1: none of 'messages', 'prompt' or 'query' is here"),
     ):
         assert asked[name].code == 2
@@ -284,15 +284,15 @@ def test_rows_of_a_form_of_ones_own_are_answered(tiny: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--row-format", "talks"], "--row-format is about the rows of --dataset"),
+        (["--row-format", "talks"], "--row-format applies to the rows of --dataset"),
         (["--plain", "--chat-template", "chatml"], "--chat-template is about it"),
         (["--plain", "--template-variables", "enable_thinking=false"], "--template-variables is about it"),
         (["--plain", "--system", "Be short."], "without a --system message"),
-        (["--top-p", "0.5"], "none is without a --temperature above 0"),
+        (["--top-p", "0.5"], "add a --temperature above 0"),
         (["--top-k", "5"], "--top-k 5 is that of tokens that are drawn: give a --temperature above 0"),
         (["--stop-words", "a", ""], "--stop-words is empty"),
         (["--seed", "5"], "--seed 5 is that of tokens that are drawn: give a --temperature above 0"),
-        (["--batch-size", "3"], "--batch-size is about the rows of --dataset"),
+        (["--batch-size", "3"], "--batch-size applies to the rows of --dataset"),
     ],
 )
 def test_what_would_say_nothing_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str], given, said: str) -> None:

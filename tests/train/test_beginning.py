@@ -150,7 +150,7 @@ def test_adapters_begin_once() -> None:
 
 def test_what_cannot_begin_so_is_refused_before_anything_is_read(commands, sft) -> None:
     cases = {
-        "full": (["--init-lora-weights", "pissa"], "is about adapters"),
+        "full": (["--init-lora-weights", "pissa"], "applies to adapters"),
         "packed": ([*LORA, "pissa", "--quantize", "nf4"], "PEFT wants weights that are not packed"),
         "odd": ([*LORA, "orthogonal", "--lora-rank", "3"], "wants an even rank, and --lora-rank is 3"),
         "large": ([*LORA, "olora", "--lora-rank", "512"], "and --lora-rank is 512. Leave it out of --target-modules"),

@@ -16,8 +16,8 @@ from shardproof.train.options.config import SftConfig
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"lora_rank": 8}, "--lora-rank is about adapters"),
-        ({"target_modules": ["q_proj"]}, "--target-modules is about adapters"),
+        ({"lora_rank": 8}, "--lora-rank applies to adapters"),
+        ({"target_modules": ["q_proj"]}, "--target-modules applies to adapters"),
         ({"checkpointing_reentrant": True}, "add --gradient-checkpointing"),
         ({"checkpointing_reentrant": True, "gradient_checkpointing": "selective"}, "selective is not reentrant"),
         ({"keep_gathered": 2.0, "stage": 2}, "--keep-gathered needs --stage 3"),
@@ -32,7 +32,7 @@ from shardproof.train.options.config import SftConfig
         ({"stochastic_rounding": True}, "add --precision bf16"),
         ({"stochastic_rounding": True, "precision": "bf16", "optimizer": "adamw_8bit"}, "leave one of them out"),
         ({"stochastic_rounding": True, "precision": "bf16", "tuner": "lora"}, "adapters have few weights"),
-        ({"quantize": "nf4"}, "--quantize is about adapters"),
+        ({"quantize": "nf4"}, "--quantize applies to adapters"),
         ({"quantize": "nf4", "tuner": "lora", "dora": True}, "--quantize and --dora"),
         ({"quantize": "nf4", "tuner": "lora", "compile": True}, "--quantize and --compile"),
         ({"optimizer": "adamw_8bit", "min_processes": 1}, "cannot be redistributed to fewer"),

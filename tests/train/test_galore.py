@@ -119,8 +119,8 @@ def test_numbers_out_of_range_and_vectors_are_refused():
         ("galore", {"lr": 1}, "--optimizer galore has no such argument"),
         ("muon", {"nesterow": False}, "Did you mean nesterov?\nIt takes momentum, nesterov, ns_steps."),
         ("adafactor", {"rank": 8}, "It takes clip_threshold, decay_rate, beta1, scale_parameter."),
-        ("adamw", {"rank": 8}, "are of other optimizers than adamw, whose numbers are --adam-beta1"),
-        ("adamw_8bit", {"rank": 8}, "are of other optimizers than adamw_8bit"),
+        ("adamw", {"rank": 8}, "does not apply to adamw, which is set by --adam-beta1"),
+        ("adamw_8bit", {"rank": 8}, "does not apply to adamw_8bit"),
     ],
 )
 def test_arguments_that_an_optimizer_does_not_take_are_refused(name, given, words):

@@ -63,8 +63,8 @@ def test_layers_that_are_frozen_have_no_turn(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"lisa_activated_layers": 1, "tuner": "lora"}, "--lisa-activated-layers is of --tuner full"),
-        ({"lisa_step_interval": 5}, "--lisa-step-interval is of --lisa-activated-layers"),
+        ({"lisa_activated_layers": 1, "tuner": "lora"}, "--lisa-activated-layers needs --tuner full"),
+        ({"lisa_step_interval": 5}, "--lisa-step-interval needs --lisa-activated-layers"),
     ],
 )
 def test_what_means_nothing_is_refused(options, said) -> None:

@@ -325,7 +325,7 @@ def test_codes_that_the_talker_does_not_know_are_found_before_training(tiny_mode
     ):
         with pytest.raises(DataError, match=rf"rows\.jsonl:3: {told}"):
             rows(kind, codes)
-    with pytest.raises(DataError, match=r"rows\.jsonl:3: 'codes' are of the last answer, which is not to be learnt"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:3: 'codes' belong to the last answer, which is not to be learnt"):
         rows(OMNI, [5], loss=False)
 
 

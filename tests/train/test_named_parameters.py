@@ -92,5 +92,5 @@ def test_noise_is_not_the_same_on_other_numbers_of_processes(options: dict[str, 
 
 
 def test_they_are_not_for_adapters() -> None:
-    with pytest.raises(ConfigError, match="--freeze-parameters is of --tuner full"):
+    with pytest.raises(ConfigError, match="--freeze-parameters needs --tuner full"):
         recipe.check(SftConfig(**NAMED, tuner="lora", freeze_parameters=["norm"]), 1)

@@ -203,7 +203,7 @@ def test_what_makes_batches_lean_changes_no_answer(asked) -> None:
         ("raw", "no row to evaluate on asks something"),
         ("all", "--predict-with-generate and --loss all: answers are told from questions by what is learnt"),
         ("nobody", "--predict-with-generate needs rows to evaluate on: add --val-dataset or --val-split"),
-        ("alone", "--max-new-tokens is about answers in evaluations: add --predict-with-generate"),
+        ("alone", "--max-new-tokens applies to answers in evaluations: add --predict-with-generate"),
         ("labels", "--task seq_cls and --answer-metrics: no answers are written"),
     ],
 )

@@ -203,11 +203,11 @@ def test_on_a_base_in_four_bits_go_those_that_work_on_what_passes_through(bitsan
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"tuner": "boft", "lora_rank": 4}, "--lora-rank is of --tuner lora. What --tuner boft takes is said by"),
-        ({"tuner": "lora", "tuner_arguments": {"r": "4"}}, "--tuner-arguments is about other adapters than LoRA"),
-        ({"tuner": "full", "tuner_arguments": {"r": "4"}}, "--tuner-arguments is about adapters"),
+        ({"tuner": "boft", "lora_rank": 4}, "--lora-rank needs --tuner lora. --tuner boft takes"),
+        ({"tuner": "lora", "tuner_arguments": {"r": "4"}}, "--tuner-arguments does not apply to --tuner lora"),
+        ({"tuner": "full", "tuner_arguments": {"r": "4"}}, "--tuner-arguments applies to adapters"),
         ({"tuner": "hra", "quantize": "nf4"}, "it computes with the weights themselves, which are packed"),
-        ({"tuner": "adamss", "precision": "bf16"}, "PEFT computes it in fp32 alone"),
+        ({"tuner": "adamss", "precision": "bf16"}, "PEFT computes it only in fp32"),
     ],
 )
 def test_what_is_of_other_adapters_is_refused(options, said) -> None:

@@ -108,7 +108,7 @@ def run(argv: Sequence[str]) -> int:
     packing = _packing(config)
     for name in ("private", "hub_token"):
         if getattr(config, name) and config.push_to_hub is None:
-            raise ConfigError(f"{flag(name)} is of --push-to-hub OWNER/NAME, and there is none.")
+            raise ConfigError(f"{flag(name)} needs --push-to-hub OWNER/NAME.")
     before_imports(False, config.verbose)
     from shardproof.cli.hub import run_or_model
     from shardproof.cli.push import target
@@ -158,7 +158,7 @@ def _packing(config: ExportConfig) -> Packing | None:
     given = [name for name in WITH if name in config.model_fields_set]
     if config.quantize is None:
         if given:
-            raise ConfigError(f"{flag(given[0])} is about packed weights: add --quantize int4, or leave it out.")
+            raise ConfigError(f"{flag(given[0])} applies to packed weights: add --quantize int4, or leave it out.")
         return None
     if config.dtype == "fp32":
         raise ConfigError(

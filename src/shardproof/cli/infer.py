@@ -90,7 +90,7 @@ def _check(config: InferConfig) -> None:
         raise ConfigError(f"--dataset and --{asked[0]} are two questions. Give one of them.")
     for name in ("result_path", "columns", "row_format", "bad_rows", "answer_metrics", "media_root", "batch_size"):
         if getattr(config, name) != InferConfig.model_fields[name].default and not config.dataset:
-            raise ConfigError(f"{options.flag(name)} is about the rows of --dataset, and there is none.")
+            raise ConfigError(f"{options.flag(name)} applies to the rows of --dataset: add --dataset, or leave it out.")
     _check_backend(config)
     if config.answer_metrics:
         from shardproof.train.answers.metrics import check_names
@@ -98,7 +98,7 @@ def _check(config: InferConfig) -> None:
         check_names(config.answer_metrics)
     for name in ("chat_template", "agent_template", "template_variables", "response_prefix"):
         if config.plain and getattr(config, name):
-            raise ConfigError(f"--plain leaves the chat template out, and {options.flag(name)} is about it.")
+            raise ConfigError(f"--plain leaves the chat template out, and {options.flag(name)} needs it.")
     if config.chat_template:
         from shardproof.data.encoding.template_syntax import check_template
 
@@ -113,7 +113,7 @@ def _check_backend(config: InferConfig) -> None:
     """Refuse what the one that writes the answers does not do."""
     if config.backend != VLLM:
         if given := next((name for name in OF_VLLM if getattr(config, name) is not None), None):
-            raise ConfigError(f"{options.flag(given)} is about vLLM: add --backend vllm.")
+            raise ConfigError(f"{options.flag(given)} needs --backend vllm.")
         return
     from shardproof.train.answers.by_vllm import check_vllm
 
@@ -222,9 +222,7 @@ def _check_drawn(config: InferConfig) -> None:
     if config.temperature:
         return
     if config.top_p < 1:
-        raise ConfigError(
-            f"--top-p {config.top_p:g} is about tokens that are drawn, and none is without a --temperature above 0."
-        )
+        raise ConfigError(f"--top-p {config.top_p:g} applies to sampling: add a --temperature above 0.")
     for name in ("top_k", "seed"):
         if (value := getattr(config, name)) is not None:
             raise ConfigError(

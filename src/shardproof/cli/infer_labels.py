@@ -53,7 +53,7 @@ def refuse_options(
     """Raise ConfigError for an option of these that is given; `what`: what the model does instead."""
     for name in names:
         if getattr(config, name) != InferConfig.model_fields[name].default:
-            raise ConfigError(f"{options.flag(name)} is about {about}, and {what}. Leave it out.")
+            raise ConfigError(f"{options.flag(name)} applies to {about}, and {what}. Leave it out.")
 
 
 def _rows(model: Any, config: InferConfig) -> int:

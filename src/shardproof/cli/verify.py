@@ -112,7 +112,7 @@ def _say(config: Config, verdict: Verdict, batch: str) -> int:
     if apart:
         print(
             f"The loss scale has left out step {apart} in one of the two only: gradients reach the end of fp16.\n"
-            "From there on weights are of other steps, and are not compared. That is no fault of the stage."
+            "From there on the weights come from different steps and are not compared. The stage is not at fault."
         )
     if not verdict.steps and not verdict.differences:
         instead = "--precision bf16 or fp32" if apart else f"more steps, --steps {len(verdict.losses) + 16}"

@@ -63,7 +63,7 @@ def lines(done: Any, name: str) -> list[dict[str, Any]]:
 def test_all_went_well(done) -> None:
     for name, run in done.items():
         assert run.code == (2 if name == "hot" else 0), f"{name}:\n{run.output}"
-    assert "--temperature is about answers that are written" in done["hot"].output
+    assert "--temperature applies to answers that are written" in done["hot"].output
 
 
 def test_doctor_looks_at_it(done) -> None:

@@ -38,7 +38,7 @@ def check(**options: Any) -> None:
         ({"metrics": ["x"], "val_split": 0.1}, "--metrics"),
         ({"dataset": ["stdlib"]}, "needs rows with a 'positive'"),
         ({"loss": "focal"}, "--loss focal: there is infonce, cosine_similarity, contrastive"),
-        ({"loss": "contrastive", "loss_temperature": 0.1}, "--loss-temperature is of --loss infonce"),
+        ({"loss": "contrastive", "loss_temperature": 0.1}, "--loss-temperature needs --loss infonce"),
         ({"deterministic": True}, "--deterministic and --loss infonce"),
         ({"min_processes": 1}, "on fewer processes a row has fewer negatives"),
         ({"best_metric": "f1", **JUDGED}, "--best-metric f1: an evaluation has loss, accuracy, mrr"),

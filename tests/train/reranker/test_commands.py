@@ -98,7 +98,7 @@ def test_transformers_and_sentence_transformers_give_the_same(done) -> None:
         ({"packing": True}, "--task reranker and --packing"),
         ({"num_labels": 2}, "--num-labels: a pair gets one score"),
         ({"loss": "infonce"}, "--loss infonce: there is pointwise, listwise"),
-        ({"loss_temperature": 0.5}, "--loss-temperature is of --loss listwise"),
+        ({"loss_temperature": 0.5}, "--loss-temperature needs --loss listwise"),
         ({"pooling": "mean"}, "add --task embedding"),
         ({"dataset": ["stdlib"]}, "needs rows with a 'positive'"),
         ({"best_metric": "f1", "keep_best": True, "eval_steps": 1, "val_split": 0.1}, "accuracy, mrr, ndcg"),

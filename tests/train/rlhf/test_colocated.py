@@ -103,7 +103,7 @@ def test_ranks_that_share_a_vllm_ask_it_together(
     [
         ({"vllm_server": "http://a:1"}, "--vllm-server means something with --vllm-mode server only"),
         ({"vllm_mode": "server", "vllm_sleep": True}, "--vllm-sleep means something with --vllm-mode colocate only"),
-        ({"use_vllm": False}, "--vllm-mode is about vLLM, and none is asked: add --use-vllm"),
+        ({"use_vllm": False}, "--vllm-mode applies to vLLM, which is not used: add --use-vllm"),
         ({"vllm_tensor_parallel_size": 3}, "--vllm-tensor-parallel-size 3 does not divide 2 process"),
         ({"tools": [f"{TOOLS}:add"], "vllm_sleep": True}, "--tools and --vllm-sleep: vLLM wakes up without weights"),
         (

@@ -227,7 +227,7 @@ def test_answers_and_their_rewards_are_written_down_and_shown(runs: Any) -> None
         pytest.param(
             "server", "the package vllm is not installed here", marks=pytest.mark.skipif(VLLM, reason="it is")
         ),
-        ("no_server", "--vllm-server-port is about a vLLM server, and none is asked: add --use-vllm"),
+        ("no_server", "--vllm-server-port applies to a vLLM server, which is not used: add --use-vllm"),
         ("part", "--freeze llm"),
         ("targets", "nonesuch"),
     ],

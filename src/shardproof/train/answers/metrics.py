@@ -92,7 +92,7 @@ def check_answering(config: SftConfig) -> None:
     if not config.predict_with_generate:
         for name in ("answer_metrics", "max_new_tokens", "stop_words"):
             if getattr(config, name) != SftConfig.model_fields[name].default:
-                raise ConfigError(f"{flag(name)} is about answers in evaluations: add --predict-with-generate.")
+                raise ConfigError(f"{flag(name)} applies to answers in evaluations: add --predict-with-generate.")
         return
     if not config.holds_out:
         raise ConfigError("--predict-with-generate needs rows to evaluate on: add --val-dataset or --val-split.")

@@ -18,22 +18,24 @@ NAMED = "freeze_parameters", "trainable_parameters", "lisa_activated_layers", "n
 def check_tuner(config: RunConfig) -> None:
     """Raise ConfigError for what is about adapters of another kind, or about none."""
     if config.tuner == FULL and (given := first_given(config, OF_ADAPTERS)):
-        raise ConfigError(f"{given} is about adapters, and --tuner full trains every weight: add --tuner lora.")
+        raise ConfigError(f"{given} applies to adapters, and --tuner full trains every weight: add --tuner lora.")
     if config.tuner != FULL and (given := first_given(config, [n for n in NAMED if hasattr(config, n)])):
-        raise ConfigError(f"{given} is of --tuner full: adapters are trained, those of --target-modules.")
+        raise ConfigError(f"{given} needs --tuner full: with adapters, --target-modules says what is trained.")
     if not config.lisa_activated_layers and (given := first_given(config, ["lisa_step_interval"])):
-        raise ConfigError(f"{given} is of --lisa-activated-layers: add it.")
+        raise ConfigError(f"{given} needs --lisa-activated-layers: add it.")
     if config.tuner == LORA and config.tuner_arguments:
-        raise ConfigError("--tuner-arguments is about other adapters than LoRA, which has options of its own.")
+        raise ConfigError(
+            "--tuner-arguments does not apply to --tuner lora, which has its own options (--lora-rank ...)."
+        )
     if config.tuner in KINDS and (given := first_given(config, ONLY_LORA)):
         raise ConfigError(
-            f"{given} is of --tuner lora. What --tuner {config.tuner} takes is said by --tuner-arguments NAME=X."
+            f"{given} needs --tuner lora. --tuner {config.tuner} takes --tuner-arguments NAME=X."
         )
     if config.tuner in KINDS and not KINDS[config.tuner].half and config.precision != "fp32":
-        raise ConfigError(f"--tuner {config.tuner}: PEFT computes it in fp32 alone. Add --precision fp32.")
+        raise ConfigError(f"--tuner {config.tuner}: PEFT computes it only in fp32. Add --precision fp32.")
     if config.tuner in KINDS and config.quantize and not KINDS[config.tuner].four_bits:
         able = ", ".join([LORA, *(name for name, kind in KINDS.items() if kind.four_bits)])
         raise ConfigError(
-            f"--quantize and --tuner {config.tuner}: it computes with the weights themselves, which are packed. Take"
+            f"--quantize and --tuner {config.tuner}: it computes with the weights themselves, which are packed. Use"
             f" another one ({able}), or leave --quantize out."
         )

@@ -40,7 +40,7 @@ def check(config: SftConfig, world_size: int) -> Batch:
     if loss not in MEASURES:
         raise ConfigError(f"--task embedding and --loss {loss}: there is {', '.join(MEASURES)}.")
     if config.loss_temperature is not None and loss != INFONCE:
-        raise ConfigError(f"--loss-temperature is of --loss {INFONCE}, and this one is {loss}. Leave it out.")
+        raise ConfigError(f"--loss-temperature needs --loss {INFONCE}, and --loss is {loss}. Leave it out.")
     if loss == INFONCE and config.deterministic:
         raise ConfigError(
             "--deterministic and --loss infonce: a row is a negative of others, whose gradients another number of"

@@ -56,7 +56,7 @@ def check_arguments(config: Any) -> None:
         return
     if name in ("adamw", EIGHT_BITS):
         raise ConfigError(
-            f"--optimizer-arguments are of other optimizers than {name}, whose numbers are --adam-beta1, --adam-beta2, "
+            f"--optimizer-arguments does not apply to {name}, which is set by --adam-beta1, --adam-beta2, "
             "--adam-epsilon and --weight-decay."
         )
     registered = load(config.external_plugins).find("optimizer", name)

@@ -45,7 +45,7 @@ def check(config: SftConfig, world_size: int) -> Batch:
     if loss not in (POINTWISE, LISTWISE):
         raise ConfigError(f"--task {config.task} and --loss {loss}: there is {POINTWISE}, {LISTWISE}.")
     if config.loss_temperature is not None and loss != LISTWISE:
-        raise ConfigError(f"--loss-temperature is of --loss {LISTWISE}, and this one is {loss}. Leave it out.")
+        raise ConfigError(f"--loss-temperature needs --loss {LISTWISE}, and --loss is {loss}. Leave it out.")
     check_best(config, ("loss", *RANKING_MEASURES), f"loss, {', '.join(RANKING_MEASURES)}")
     return run.check(config, world_size)
 

@@ -34,7 +34,7 @@ def check_vllm(config: RlhfConfig, world_size: int) -> None:
     given = [name for name in (*SERVED, *COLOCATED, "vllm_mode") if _is_given(config, name)]
     if given and not config.use_vllm:
         what = "a vLLM server" if given[0] in SERVED else "vLLM"
-        raise ConfigError(f"{flag(given[0])} is about {what}, and none is asked: add --use-vllm.")
+        raise ConfigError(f"{flag(given[0])} applies to {what}, which is not used: add --use-vllm.")
     other, where = (SERVED, "server") if config.vllm_mode == "colocate" else (COLOCATED, "colocate")
     idle = next((name for name in given if name in other), None)
     if idle is not None:

@@ -184,7 +184,7 @@ def check_codes(model: str, rows: Rows) -> None:
         codes = row.extra.get("codes")
         why = _wrong(codes, groups, known) if codes else None
         if codes and not why and not row.messages[-1].get("loss", True):
-            why = "'codes' are of the last answer, which is not to be learnt: leave them out, or have it learnt"
+            why = "'codes' belong to the last answer, which is not to be learnt: leave them out, or have it learnt"
         if why:
             bad.append(BadRow(row.source, row.line, why))
     if bad:
