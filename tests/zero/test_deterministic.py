@@ -194,5 +194,5 @@ def test_a_factor_of_ones_own(run2):
 
 
 def test_a_factor_that_divides_nothing_is_refused():
-    with pytest.raises(EngineError, match="gradient_divide_factor=0 is no number above 0"):
+    with pytest.raises(EngineError, match="gradient_divide_factor=0 must be a number above 0"):
         shardproof.shard(Net(), 0, gradient_divide_factor=0)

@@ -54,17 +54,17 @@ def test_a_model_in_a_wrapper_of_another_strategy(run2):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"units": 3}, "units=3 is no list"),
-        ({"units": [3]}, r"units=\[3\] is no list"),
-        ({"mesh": "data"}, "mesh='data' is no DeviceMesh"),
-        ({"device": "nowhere"}, "device='nowhere' is not here"),
-        ({"device": "meta"}, "device='meta' is not here"),
-        ({"desync_timeout": "soon"}, "desync_timeout='soon' is no number"),
-        ({"desync_timeout": 0}, "desync_timeout=0 is no number"),
-        ({"keep_gathered": 1.5}, "keep_gathered=1.5 is no number of bytes"),
+        ({"units": 3}, "units=3 is not a list"),
+        ({"units": [3]}, r"units=\[3\] is not a list"),
+        ({"mesh": "data"}, "mesh='data' is not a DeviceMesh"),
+        ({"device": "nowhere"}, "device='nowhere' is not available"),
+        ({"device": "meta"}, "device='meta' is not available"),
+        ({"desync_timeout": "soon"}, "desync_timeout='soon' must be a number"),
+        ({"desync_timeout": 0}, "desync_timeout=0 must be a number"),
+        ({"keep_gathered": 1.5}, "keep_gathered=1.5 must be a number of bytes"),
         ({"dynamic": "sometimes"}, "dynamic='sometimes' is not one of"),
         ({"dynamic": ["visual"]}, "no module of the model is named 'visual'"),
-        ({"mixed_precision": torch.int8}, "is no floating-point dtype"),
+        ({"mixed_precision": torch.int8}, "is not a floating-point dtype"),
     ],
 )
 def test_an_argument_of_the_wrong_kind(options, text):

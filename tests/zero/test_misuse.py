@@ -141,7 +141,7 @@ def state_of_rank_0(stage: int, fresh: bool) -> str:
 def test_the_state_of_another_rank_is_refused(run2, stage, fresh):
     first, second = run2(state_of_rank_0, stage, fresh)
     assert first == ""
-    assert ("slices of rank 0 of 2; here are those of rank 1 of 2" in second) == (stage > 0)
+    assert ("slices of rank 0 of 2; these are the slices of rank 1 of 2" in second) == (stage > 0)
 
 
 def pickled_optimizer(stage: int) -> str:
@@ -487,7 +487,7 @@ def test_what_gradients_are_added_in_is_said_to_shard(before):
     wide = shardproof.MixedPrecision(compute=torch.bfloat16, reduce=torch.float32)
     for precision in (None, wide):
         model = nn.Linear(3, 3).bfloat16()
-        refused = pytest.raises(EngineError, match=r"'weight' has gradients in torch.bfloat16")
+        refused = pytest.raises(EngineError, match=r"'weight' accumulates gradients in torch.bfloat16")
         with nullcontext() if precision else refused:
             if before:
                 model.weight.grad_dtype = torch.float32

@@ -463,9 +463,7 @@ def test_turned_in_place(stage):
         model.weight.grad.t_()
     assert torch.equal(model.weight, before.t())
     assert model.weight.grad.tolist() == [[1, 1], [3, 3]]
-    with pytest.raises(
-        EngineError, match=r"t_ of what 'weight' gives by \.data or detach\(\) would change how that lies"
-    ):
+    with pytest.raises(EngineError, match=r"t_ on the \.data or detach\(\) of 'weight' would change its layout"):
         model.weight.data.t_()
 
 

@@ -137,15 +137,15 @@ def shard(
     if isinstance(dynamic, str) and dynamic not in ("auto", "all", "never"):
         raise EngineError(f"dynamic={dynamic!r} is not one of 'auto', 'all', 'never', or a list of unit names.")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise EngineError(f"mesh={mesh!r} is no DeviceMesh. Make one with torch.distributed.init_device_mesh.")
+        raise EngineError(f"mesh={mesh!r} is not a DeviceMesh. Make one with torch.distributed.init_device_mesh.")
     if not isinstance(desync_timeout, (int, float)) or desync_timeout <= 0:
-        raise EngineError(f"desync_timeout={desync_timeout!r} is no number of seconds above 0.")
+        raise EngineError(f"desync_timeout={desync_timeout!r} must be a number of seconds above 0.")
     if not isinstance(keep_gathered, int) or keep_gathered < 0:
-        raise EngineError(f"keep_gathered={keep_gathered!r} is no number of bytes from 0 on.")
+        raise EngineError(f"keep_gathered={keep_gathered!r} must be a number of bytes, 0 or more.")
     if gradient_divide_factor is not None and not gradient_divide_factor > 0:
-        raise EngineError(f"gradient_divide_factor={gradient_divide_factor!r} is no number above 0.")
+        raise EngineError(f"gradient_divide_factor={gradient_divide_factor!r} must be a number above 0.")
     if deterministic and mesh is not None and mesh.ndim > 1:
-        raise EngineError("deterministic=True needs a mesh of one dimension: copies add their sums in another order.")
+        raise EngineError("deterministic=True needs a mesh of one dimension: replicas add their sums in another order.")
     declared = ("*",) if dynamic == "all" else () if isinstance(dynamic, str) else tuple(dynamic)
     names = ["root", *(name for name, _ in model.named_modules())]
     for pattern in declared:
@@ -186,7 +186,9 @@ def _device(device: torch.device | str) -> torch.device:
     if target == torch.device("cpu", 0):
         return torch.device("cpu")  # tensors are on "cpu", and code that asks where they are compares
     if target.type != "cpu" and (here is None or here.type != target.type):
-        raise EngineError(f"device={str(device)!r} is not here. There is cpu{f' and {here.type}' if here else ''}.")
+        raise EngineError(
+            f"device={str(device)!r} is not available. There is cpu{f' and {here.type}' if here else ''}."
+        )
     if target.type != "cpu" and target.index is None:
         return default_device()
     return target
@@ -199,7 +201,7 @@ def _check_precision(precision: Any) -> None:
     )
     if not fits:
         raise EngineError(
-            f"mixed_precision={precision!r} is no floating-point dtype. Pass torch.bfloat16, or "
+            f"mixed_precision={precision!r} is not a floating-point dtype. Pass torch.bfloat16, or "
             "shardproof.MixedPrecision(compute=torch.bfloat16, reduce=torch.float32)."
         )
 
@@ -231,8 +233,8 @@ def _both_dimensions(mesh: DeviceMesh) -> dist.ProcessGroup | None:
         return None
     if not mesh.mesh_dim_names:
         raise EngineError(
-            f"The mesh {mesh.mesh.tolist()} has some of the ranks and no names for its dimensions, which torch needs "
-            "to make a group of it: pass mesh_dim_names=('replicate', 'shard')."
+            f"The mesh {mesh.mesh.tolist()} has only some of the ranks, and its dimensions have no names, which "
+            "torch needs to make a group of it: pass mesh_dim_names=('replicate', 'shard')."
         )
     return mesh._flatten().get_group()
 
@@ -250,7 +252,7 @@ def _launched() -> bool:
     if len(told) < 4 and os.environ.get("WORLD_SIZE", "1") != "1":  # each rank would train alone, without a word
         missing = sorted({"RANK", "MASTER_ADDR", "MASTER_PORT"} - set(told))
         raise EngineError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']} tells of other ranks, but {', '.join(missing)} is not set."
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} says there are other ranks, but {', '.join(missing)} is not set."
             " Start with torchrun, set the missing variables, or call torch.distributed.init_process_group before."
         )
     return len(told) == 4

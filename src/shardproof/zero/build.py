@@ -67,7 +67,7 @@ def _chosen_units(named: list[tuple[str, nn.Module]], choice: Sequence[Any]) -> 
     if isinstance(choice, (str, type)):
         choice = [choice]
     if not isinstance(choice, Iterable) or not all(isinstance(wanted, (str, type)) for wanted in choice):
-        raise EngineError(f"units={choice!r} is no list of module classes, class names or name patterns.")
+        raise EngineError(f"units={choice!r} is not a list of module classes, class names or name patterns.")
     found: dict[int, tuple[str, nn.Module]] = {}
     for wanted in choice:
         if isinstance(wanted, type):
@@ -284,7 +284,7 @@ class Builder:
         if p.requires_grad:
             raise EngineError(
                 f"'{full_name}' is a {type(p).__name__}, a kind of parameter that cannot be cut into slices, and it "
-                "is trainable. Freeze it, or replace it by a plain nn.Parameter."
+                "is trainable. Freeze it, or replace it with a plain nn.Parameter."
             )
         if p.device != self.engine.comm.device:  # packed formats (quantised bases) stay whole on each rank
             module._parameters[name] = p.to(self.engine.comm.device)  # type: ignore[assignment]

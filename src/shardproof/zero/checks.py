@@ -52,8 +52,9 @@ def check_steps(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if "_in_backward_optimizers" in p.__dict__:
             raise EngineError(
-                f"'{name}' has an optimizer of _apply_optimizer_in_backward, which would never step: it waits for what "
-                "accumulates the gradient of a plain parameter. Step in a hook behind shardproof.shard instead: "
+                f"'{name}' has an optimizer from _apply_optimizer_in_backward, which would never step: it waits for "
+                "the gradient accumulator of a plain parameter. Step in a hook registered after shardproof.shard "
+                "instead: "
                 "p.register_post_accumulate_grad_hook."
             )
 
@@ -80,8 +81,8 @@ def warn_of_statistics(model: nn.Module, precision: MixedPrecision | None) -> No
     ]
     if other:
         log.warning(
-            "%s: a BatchNorm whose running statistics are not %s, in which its weights are gathered; torch normalizes "
-            "in one dtype only. Convert it before shardproof.shard (module.to(%s)): masters stay float32.",
+            "%s: a BatchNorm whose running statistics are not %s, the dtype its weights are gathered in; torch "
+            "normalizes in one dtype only. Convert it before shardproof.shard (module.to(%s)): masters stay float32.",
             *(some(other), precision.compute, precision.compute),
         )
 
@@ -94,7 +95,7 @@ def check_codes(model: nn.Module, precision: MixedPrecision | None) -> None:
         if p.is_floating_point() and p.element_size() == 1 and READER not in p.__dict__:
             raise EngineError(
                 f"'{name}' is {p.dtype}: it holds codes that its layer multiplies by scales, and mixed precision would "
-                f"make weights of {precision.compute} of them. Load the model unpacked (shardproof.load_pretrained does"
+                f"turn them into {precision.compute} weights. Load the model unpacked (shardproof.load_pretrained does"
                 " that), or leave mixed_precision out."
             )
 
@@ -122,8 +123,8 @@ def check_and_move(model: nn.Module, device: torch.device) -> None:
             )
         if tensor.requires_grad and tensor.is_leaf and not isinstance(tensor, nn.Parameter):
             raise EngineError(
-                f"The buffer '{name}' requires a gradient, which nobody would average over ranks: a buffer is each "
-                "rank's own. Make it an nn.Parameter if it is trained, else call requires_grad_(False) on it."
+                f"The buffer '{name}' requires a gradient, which would not be averaged over ranks: each rank has "
+                "its own buffers. Make it an nn.Parameter if it is trained, else call requires_grad_(False) on it."
             )
         places.setdefault(str(tensor.device), []).append(name)
     strays = {d: names for d, names in places.items() if torch.device(d) != device}

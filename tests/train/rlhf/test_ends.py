@@ -128,5 +128,7 @@ def test_where_no_answer_can_end_so_it_is_refused(options: list[str], why: str) 
 
 def test_in_sft_they_are_of_answers_in_evaluations() -> None:
     config = SftConfig(model="m", dataset=["d"], stop_words=["a"])
-    with pytest.raises(ConfigError, match="--stop-words applies to answers in evaluations: add --predict-with-generate"):
+    with pytest.raises(
+        ConfigError, match="--stop-words applies to answers in evaluations: add --predict-with-generate"
+    ):
         recipe_of(config).check(config, 1)

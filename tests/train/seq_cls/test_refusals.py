@@ -48,7 +48,10 @@ def check(**options: Any) -> None:
         ({"best_metric": "f1", **JUDGED}, "--best-metric f1: an evaluation has loss, accuracy, macro_f1"),
         ({"problem_type": REGRESSION, "best_metric": "mae", **JUDGED}, "of what is no loss more is better"),
         ({"metrics": ["accuracy"], "val_split": 0.1}, "an evaluation has that anyway"),
-        ({"task": "causal_lm"}, "--label-names applies to classifiers, and this run learns answers: add --task seq_cls"),
+        (
+            {"task": "causal_lm"},
+            "--label-names applies to classifiers, and this run learns answers: add --task seq_cls",
+        ),
         ({"columns": {"labels": "x"}}, "Did you mean label=x?"),
     ],
 )

@@ -28,9 +28,7 @@ def check_tuner(config: RunConfig) -> None:
             "--tuner-arguments does not apply to --tuner lora, which has its own options (--lora-rank ...)."
         )
     if config.tuner in KINDS and (given := first_given(config, ONLY_LORA)):
-        raise ConfigError(
-            f"{given} needs --tuner lora. --tuner {config.tuner} takes --tuner-arguments NAME=X."
-        )
+        raise ConfigError(f"{given} needs --tuner lora. --tuner {config.tuner} takes --tuner-arguments NAME=X.")
     if config.tuner in KINDS and not KINDS[config.tuner].half and config.precision != "fp32":
         raise ConfigError(f"--tuner {config.tuner}: PEFT computes it only in fp32. Add --precision fp32.")
     if config.tuner in KINDS and config.quantize and not KINDS[config.tuner].four_bits:

@@ -158,7 +158,7 @@ def check_loaded(optimizer: Optimizer, params: list[ShardedParameter]) -> None:
         there = group.pop(_SLICES_OF, here)
         if there != here:
             raise EngineError(
-                f"The state that was loaded into {type(optimizer).__name__} is that of the slices of {there}; here are "
-                f"those of {here}. optimizer.state_dict() holds this rank's slices: save and load it on every rank, or "
-                "take shardproof.save and shardproof.load, which fit any stage and number of ranks."
+                f"The state that was loaded into {type(optimizer).__name__} belongs to the slices of {there}; "
+                f"these are the slices of {here}. optimizer.state_dict() holds this rank's slices: save and load it on "
+                "every rank, or use shardproof.save and shardproof.load, which fit any stage and number of ranks."
             )

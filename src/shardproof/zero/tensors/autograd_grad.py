@@ -26,7 +26,7 @@ def grad_of_parameters(
     """
     if options["is_grads_batched"]:
         raise EngineError(
-            "torch.autograd.grad(..., is_grads_batched=True) with respect to sharded parameters is not done here: call "
+            "torch.autograd.grad(..., is_grads_batched=True) with respect to sharded parameters is not supported: call "
             "it for each of the gradients, with retain_graph=True."
         )
     flats = {id(p.flat): p.flat for p in inputs if isinstance(p, ShardedParameter)}
@@ -71,8 +71,8 @@ def view_like(p: Any, other: torch.Tensor) -> Any:
     what is hooked to another node is never called."""
     if p is other and isinstance(p, ShardedParameter) and torch.is_grad_enabled():
         raise EngineError(
-            f"What accumulates the gradient of '{p.qualified_name}' was asked for (get_gradient_edge, "
-            "register_multi_grad_hook, _apply_optimizer_in_backward), which a sharded parameter has not. Use "
-            "p.register_post_accumulate_grad_hook, or p.register_hook."
+            f"The gradient accumulator of '{p.qualified_name}' was requested (get_gradient_edge, "
+            "register_multi_grad_hook, _apply_optimizer_in_backward), but a sharded parameter has none. Use "
+            "p.register_post_accumulate_grad_hook or p.register_hook."
         )
     return NotImplemented

@@ -161,8 +161,8 @@ def _in_place(func: Callable[..., Any], name: str, target: ShardedTensor, args: 
         func(*(swap.get(id(a), a) for a in args), **{k: swap.get(id(v), v) for k, v in kwargs.items()})
         if value.stride() != lies and type(target) is ShardedValue:
             raise EngineError(
-                f"{name} of what '{target.qualified_name}' gives by .data or detach() would change how that lies in "
-                f"memory, and not the parameter. Take {name.rstrip('_')}, which gives a view."
+                f"{name} on the .data or detach() of '{target.qualified_name}' would change its layout in memory, "
+                f"not the parameter. Use {name.rstrip('_')}, which returns a view."
             )
         if draws:  # in one process there is one draw
             target.flat.engine.edits.meet(target.flat, target.index, the_same=True)
@@ -272,8 +272,8 @@ def _set_data(t: ShardedTensor, value: torch.Tensor) -> None:
 def _set_grad_dtype(t: ShardedTensor, dtype: torch.dtype | None) -> None:
     if dtype not in (t.dtype, t.flat.grad_dtype):
         raise EngineError(
-            f"'{t.qualified_name}' has gradients in {t.flat.grad_dtype}, and not in {dtype}. What gradients are added "
-            "in is said to shardproof.shard: mixed_precision=MixedPrecision(reduce=torch.float32)."
+            f"'{t.qualified_name}' accumulates gradients in {t.flat.grad_dtype}, not in {dtype}. Choose that dtype "
+            "in shardproof.shard: mixed_precision=MixedPrecision(reduce=torch.float32)."
         )
 
 
