@@ -56,7 +56,7 @@ def test_mistakes_are_one_message_and_exit_code_2(tmp_path):
         ("--engines ours,fsdp", "'fsdp' is none of"),
         ("--stages 4", "'4' is none of"),
         ("--world 1", "--world 1"),
-        ("--read none.json", "is no casebook"),
+        ("--read none.json", "is not a casebook"),
     ]:
         done = cases(*argv.split(), cwd=tmp_path)
         assert done.returncode == 2, (argv, done.stderr)

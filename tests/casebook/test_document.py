@@ -78,7 +78,7 @@ def test_the_page_holds_the_table_and_what_was_seen():
 
 
 def test_a_missing_file_is_one_message(tmp_path):
-    with pytest.raises(ConfigError, match="is no casebook"):
+    with pytest.raises(ConfigError, match="is not a casebook"):
         read_json(tmp_path / "none.json")
 
 

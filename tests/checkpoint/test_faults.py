@@ -201,7 +201,7 @@ def test_without_its_mark_a_folder_is_no_checkpoint(two: tuple[Job, Path]) -> No
     assert complete(folder) == [folder / "old"]
     (folder / "file").touch()
     for name in ("new", "file"):
-        with pytest.raises(shardproof.CheckpointError, match="is there already and is no checkpoint"):
+        with pytest.raises(shardproof.CheckpointError, match="exists already and is not a checkpoint"):
             job.save(folder / name)
 
 

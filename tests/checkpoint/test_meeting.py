@@ -103,8 +103,8 @@ def loads_its_own(folder: str, *names: str) -> str:
     ("names", "told"),
     [
         (("first", "second"), "Rank 0 is to load {0}/first, and rank 1 {0}/second. Name the same"),
-        (("first", "none"), "{0}/none is no complete checkpoint: there is no such folder."),
-        (("none", "first"), "{0}/none is no complete checkpoint: there is no such folder."),
+        (("first", "none"), "{0}/none is not a complete checkpoint: there is no such folder."),
+        (("none", "first"), "{0}/none is not a complete checkpoint: there is no such folder."),
     ],
 )
 def test_ranks_that_name_different_checkpoints_are_told(run2: Any, tmp_path: Path, names: Any, told: str) -> None:

@@ -143,7 +143,7 @@ def test_a_mistake_in_a_shell(tmp_path, argv: list[str], text: str) -> None:
         (["sft", "--model", ""], "--model is empty"),
         (["sft", "--model", "m", "--dataset", ""], "--dataset is empty. Give it a value, or leave it out."),
         (["sft", "--model", "m", "--dataset", "d", "--output-dir", ""], "--output-dir is empty"),  # it was this folder
-        (["sft", "--adapters", "a", "empty"], "empty is a folder. What stands without an option, or behind --config"),
+        (["sft", "--adapters", "a", "empty"], "empty is a folder. An argument without an option, or after --config"),
         (["sft", "wrong.yaml"], "wrong.yaml:2: stage is three: should be a whole number"),
         (["sft", "--columns", "qery=question"], "Did you mean query=question?"),
         (["sft", "--columns", "query=frage", "--dataset", "table.csv"], "It has: question, answer."),

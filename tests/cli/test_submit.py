@@ -241,7 +241,7 @@ def test_the_batch_script_trains(capsys, tmp_path, tiny, rows):  # noqa: F811
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["slurm", "sft"], "behind two hyphens"),
+        (["slurm", "sft"], "after a separate '--'"),
         (["pbs", "--", *TRAIN], "Nothing can be written for 'pbs'"),
         (["slurm", "--", "infer"], "sft or rlhf, not 'infer'"),
         (["slurm", "--", *TRAIN, "--stagge", "3"], "--stage"),
@@ -256,7 +256,7 @@ def test_the_batch_script_trains(capsys, tmp_path, tiny, rows):  # noqa: F811
         (["k8s", "--name", "My Job", "--", *TRAIN], "small letters"),
         (["k8s", "--volume", "data=here", "--", *TRAIN], "begins with a slash"),
         (["k8s", "--secret-env", "A=b", "--", *TRAIN], "name the secret and its key"),
-        (["slurm", "--env", "MY-NAME=1", "--", *TRAIN], "MY-NAME is no name of a variable"),
+        (["slurm", "--env", "MY-NAME=1", "--", *TRAIN], "MY-NAME is not a variable name"),
         (["slurm", "--name", "a\n#SBATCH --account=other", "--", *TRAIN], "one line each"),
     ],
 )

@@ -543,7 +543,7 @@ def test_stage_and_offload_of_a_deepspeed_file(tmp_path, device, offload):
             "--per-device-batch-size x: should be a whole",
         ),
         ("NPROC_PER_NODE=$N swift sft --model a --dataset b", r"NPROC_PER_NODE=\$N: the text does not say what \$N is"),
-        ("swift sft --model 'x", "no shell command"),
+        ("swift sft --model 'x", "not a shell command"),
     ],
 )
 def test_a_text_without_a_command(text, message):
@@ -731,7 +731,7 @@ def test_a_file_that_holds_something_else_is_told(tmp_path: Path, name: str, tex
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=told):
         swift.translate(f"swift sft {tmp_path / name}")
-    with pytest.raises(ConfigError, match="--config names a file of options, and there is none behind it"):
+    with pytest.raises(ConfigError, match="--config needs a file of options"):
         swift.translate("swift sft --config")
 
 
@@ -1530,7 +1530,7 @@ def test_a_vllm_of_its_own_does_not_sleep() -> None:
 def test_checkpoints_of_no_known_time_are_told() -> None:
     said = "swift sft --model m --dataset d --streaming true --max_steps 9 --save_strategy epoch"
     *_, (reason,) = swift.translate(said)
-    assert "--save-strategy epoch: how long a pass over a stream is, nobody knows" in reason
+    assert "--save-strategy epoch: the length of a pass over a stream is not known" in reason
 
 
 def test_how_long_answers_are_and_how_they_are_drawn_is_told() -> None:

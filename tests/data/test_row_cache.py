@@ -205,7 +205,7 @@ def test_what_is_damaged_is_passed_over(place: Path, processor: Any, read: list[
     read.clear()
     assert encoded(place, processor) == whole
     assert sorted(read) == [0, 1, 2]
-    assert f"{file} is passed over, its rows are encoded again" in caplog.text
+    assert f"{file} is ignored, and its rows are encoded again" in caplog.text
     read.clear()
     assert encoded(place, processor) == whole
     assert read == []

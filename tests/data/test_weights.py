@@ -83,8 +83,8 @@ def test_those_of_ms_swift_are_read(name):
         ("[]", "has to be an object of regular expressions and weights"),
         ('{"a": -1}', "What it says of 'a' is [-1]; weights are 0 or more"),
         ('{"a": [1, 2, 3]}', "What it says of 'a' is [1, 2, 3]"),
-        ('{"a": [1, 2], "b": 1}', "This one mixes them. Two files, one behind the other"),
-        ('{"(": 2}', "'(' is no regular expression"),
+        ('{"a": [1, 2], "b": 1}', "This one mixes them. To have both, name two files"),
+        ('{"(": 2}', "'(' is not a regular expression"),
     ],
 )
 def test_a_file_that_does_not_say_what_weighs_how_much_is_refused(write, content, why):

@@ -24,15 +24,15 @@ NAMED: Any = {"model": "nobody/nowhere", "dataset": ["stdlib"]}
     [
         (
             {"tuner": "lora", "target_modules": ["(q_proj"]},
-            "--target-modules (q_proj is no regular expression: missing ), unterminated subpattern at position 0.",
+            "--target-modules (q_proj is not a regular expression: missing ), unterminated subpattern at position 0.",
         ),
         (
             {"freeze_parameters": ["norm", "layers[0"]},
-            "--freeze-parameters layers[0 is no regular expression: unterminated character set at position 6.",
+            "--freeze-parameters layers[0 is not a regular expression: unterminated character set at position 6.",
         ),
         (
             {"trainable_parameters": ["*head"]},
-            "--trainable-parameters *head is no regular expression: nothing to repeat at position 0.",
+            "--trainable-parameters *head is not a regular expression: nothing to repeat at position 0.",
         ),
         (
             {"chat_template": "{% for m in messages %}\n{{ m.content }"},
@@ -49,7 +49,7 @@ def test_what_is_malformed_is_told_with_its_place(options: dict[str, Any], said:
 
 def test_so_is_the_pattern_of_a_reward() -> None:
     config = RlhfConfig(rlhf_type="grpo", reward_funcs=["format"], format_pattern="(?s).*####(", **NAMED)
-    with pytest.raises(ConfigError, match=r"--format-pattern .* is no regular expression: missing \)"):
+    with pytest.raises(ConfigError, match=r"--format-pattern .* is not a regular expression: missing \)"):
         rlhf.check(config, 1)
 
 
@@ -81,4 +81,4 @@ def test_other_commands_say_so_too(argv: list[str], tmp_path: Path, capsys: Any)
     told = capsys.readouterr()
     assert code == (1 if argv[0] == "doctor" else 2)
     said = " ".join((told.out + told.err).split())
-    assert "is no regular expression" in said or "line 1 of the template is no Jinja" in said
+    assert "is not a regular expression" in said or "line 1 of the template is no Jinja" in said

@@ -62,7 +62,7 @@ def test_a_name_that_nothing_has(runs) -> None:
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"freeze_parameters": ["("]}, "is no regular expression"),
+        ({"freeze_parameters": ["("]}, "is not a regular expression"),
         ({"trainable_parameters": ["lm_heads"]}, "no parameter of such a name"),
         ({"freeze_parameters": ["."]}, "nothing is left to train"),
     ],

@@ -224,7 +224,7 @@ def test_patterns_leave_weights_as_they_are(models: dict[str, Path], tmp_path: P
         ),
         ("Qwen3Moe", "nf4", {}, "are experts"),
         ("Qwen3", "fp8", {"keep": ("expert",)}, "--keep expert: no weight that would be packed has such a name"),
-        ("Qwen3", "fp8", {"keep": ("(",)}, r"--keep \( is no regular expression"),
+        ("Qwen3", "fp8", {"keep": ("(",)}, r"--keep \( is not a regular expression"),
         ("Qwen3", "fp8", {"keep": ("proj",)}, "have no linear layers to pack, but those of --keep"),
     ],
 )

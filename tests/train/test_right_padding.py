@@ -40,5 +40,5 @@ def test_most_models_do_not_look_at_padding(kind: str, auto: str) -> None:
     ],
 )
 def test_others_are_refused(kind: str, config: dict[str, Any], auto: str) -> None:
-    with pytest.raises(ConfigError, match=r"makes something else of a row beside a longer one.* Take another model"):
+    with pytest.raises(ConfigError, match=r"treats a row beside a longer one differently.* Take another model"):
         check_padding(model_of(kind, config, auto), IDS, "Take another model.")

@@ -130,7 +130,7 @@ def case_named(name: str) -> Case:
         try:
             return importlib.import_module(name).CASE
         except (ModuleNotFoundError, AttributeError) as error:
-            raise ConfigError(f"{name} is no module with a CASE: {error}.") from error
+            raise ConfigError(f"{name} is not a module with a CASE: {error}.") from error
     if name not in all_cases():
         hint = did_you_mean(name, all_cases())
         raise ConfigError(f"There is no case {name!r}.{hint}\n'shardproof cases --list' shows them all.")

@@ -103,7 +103,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no casebook: {error}. 'shardproof cases' writes one.") from error
+        raise ConfigError(f"{path} is not a casebook: {error}. 'shardproof cases' writes one.") from error
     return content
 
 

@@ -75,7 +75,7 @@ class Aside:
     def __init__(self, path: Path) -> None:
         self.target, self.path = path, path.with_name(path.name + UNFINISHED)
         if path.exists() and not (path / MANIFEST).is_file() and (not path.is_dir() or any(path.iterdir())):
-            raise CheckpointError(f"{path} is there already and is no checkpoint. Name another folder.")
+            raise CheckpointError(f"{path} exists already and is not a checkpoint. Name another folder.")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock = Lock(self.path / LOCK, f"Another job is saving to {path}")

@@ -86,7 +86,7 @@ class Manifest:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
             what = f"it has no {MANIFEST}" if folder.is_dir() else "there is no such folder"
-            raise CheckpointError(f"{folder} is no complete checkpoint: {what}.") from None
+            raise CheckpointError(f"{folder} is not a complete checkpoint: {what}.") from None
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}.") from error
         manifest = cls._parse(text, path)

@@ -71,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     if "--" not in words:
         if {"-h", "--help"} & set(words):
             options.parse(parser(), words)
-        raise ConfigError(f"The command stands behind two hyphens by themselves:\n  {USAGE}")
+        raise ConfigError(f"Write the command after a separate '--':\n  {USAGE}")
     mine, command = words[: words.index("--")], words[words.index("--") + 1 :]
     found = options.parse(parser(), mine)
     target = found.pop("target")
@@ -83,7 +83,7 @@ def run(argv: Sequence[str]) -> int:
             raise ConfigError(f"{options.flag(name)} is not for {target}.")
     for name in (*config.env, *config.secret_env):
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-            raise ConfigError(f"{name} is no name of a variable: those have letters, digits and underscores only.")
+            raise ConfigError(f"{name} is not a variable name: use only letters, digits and underscores.")
     if "\n" in "".join([config.name, *config.slurm]):
         raise ConfigError("--name and --slurm stand in one line each.")
     restarts = check_command(command, config)

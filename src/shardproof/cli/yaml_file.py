@@ -33,7 +33,7 @@ def named(path: str) -> Path:
     file = Path(path).expanduser()
     if not file.is_file():
         what = f"{path} is a folder" if file.is_dir() else f"There is no file {path}"
-        raise ConfigError(f"{what}. What stands without an option, or behind --config, is a file of options.")
+        raise ConfigError(f"{what}. An argument without an option, or after --config, is a file of options.")
     return file
 
 

@@ -68,7 +68,7 @@ class RowCache:
             table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
             names = table.column(KEYS).to_pylist()
         except (OSError, pa.ArrowException, KeyError) as error:
-            log.warning("%s is passed over, its rows are encoded again: %s.", file, " ".join(str(error).split()))
+            log.warning("%s is ignored, and its rows are encoded again: %s.", file, " ".join(str(error).split()))
             return
         number = len(self._tables)
         self._tables.append(table.combine_chunks())

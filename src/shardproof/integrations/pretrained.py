@@ -358,7 +358,7 @@ def _give(
     """Have the tensor of this name read by `reader`."""
     entry = here.get(name)
     if not isinstance(entry, torch.Tensor):
-        raise _CannotBePlanned(f"'{name}' is no tensor of the model")
+        raise _CannotBePlanned(f"'{name}' is not a tensor of the model")
     info.missing_keys.discard(name)
     if tuple(entry.shape) != shape:
         info.mismatched_keys.add((name, shape, tuple(entry.shape)))

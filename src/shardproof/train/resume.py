@@ -82,7 +82,7 @@ def check_saving(config: RunConfig) -> None:
             f"--save-steps {config.save_steps} and --save-strategy {config.save_strategy}: leave one of them out."
         )
     if config.save_strategy == "epoch" and getattr(config, "streaming", False):
-        raise ConfigError("--save-strategy epoch: how long a pass over a stream is, nobody knows. Take --save-steps N.")
+        raise ConfigError("--save-strategy epoch: the length of a pass over a stream is not known. Use --save-steps N.")
     if config.save_total_limit and not config.writes_checkpoints:
         raise ConfigError("--save-total-limit says how many checkpoints are kept: add --save-steps, which writes some.")
     evaluated, saved = config.eval_strategy == "epoch", config.save_strategy == "epoch"
@@ -374,7 +374,7 @@ def _compare_rows(start: Path, sums: bytes, rows: Any) -> str:
 def _other_data(start: Path, what: str) -> ConfigError:
     return ConfigError(
         f"{start} was written by a run with other data: {what}.\nResume with the same rows in the same order and the "
-        f"same options, so that no row is seen twice or passed over. To learn from other rows, begin from the weights: "
+        f"same options, so that no row is seen twice or skipped. To learn from other rows, begin from the weights: "
         f"{exported(start)}."
     )
 

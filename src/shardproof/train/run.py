@@ -189,7 +189,7 @@ def prepare(
         config = config.model_copy(update={"new_special_tokens": tokens_of(names)})
     begin = starts(config)
     for problem in passed_over(config):
-        log.warning("%s It is passed over.", problem)
+        log.warning("%s It is skipped.", problem)
     for told in other_bases(config):
         log.warning(told)
     goes_on = in_own_folder(config, begin)

@@ -130,8 +130,8 @@ def test_what_an_environment_does_wrong_is_said(
         ([f"{FUNCTIONS}:Later"], "'reset' is async, and TRL does not wait for it. Write it without 'async'."),
         ([f"{FUNCTIONS}:Sized"], "wants 'size', and it is called without arguments: give defaults."),
         ([f"{FUNCTIONS}:Shown"], "wants 'completion', and it is called without arguments"),
-        ([f"{FUNCTIONS}:Static"], "'get_reward' is no method of an instance: 'def get_reward(self)'."),
-        ([f"{FUNCTIONS}:Selfless"], "'get_reward' is no method of an instance: 'def get_reward(self)'."),
+        ([f"{FUNCTIONS}:Static"], "'get_reward' is not an instance method: 'def get_reward(self)'."),
+        ([f"{FUNCTIONS}:Selfless"], "'get_reward' is not an instance method: 'def get_reward(self)'."),
         ([f"{FUNCTIONS}:Made"], "__new__ (tools_for_tests.py:200) wants 'size', and it is called without arguments"),
         ([f"{FUNCTIONS}:instance"], f"'instance' in {FUNCTIONS} is not a class."),
         (

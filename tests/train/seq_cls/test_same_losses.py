@@ -72,7 +72,7 @@ def test_a_model_that_judges_by_the_last_place_takes_rows_one_by_one(trained, mo
     options = [*COMMON, *ROWS["named"], "--model", str(tmp_path), "--dataset", "FILES/named.jsonl"]
     options += ["--val-dataset", "FILES/named-held.jsonl", "--truncation", "right"]
     whole = {"per_device_batch_size": 8}
-    with pytest.raises(Exception, match=r"XLNetForSequenceClassification makes something else.*-batch-size 1"):
+    with pytest.raises(Exception, match=r"XLNetForSequenceClassification treats a row beside.*-batch-size 1"):
         trained(1, [whole], *options)
     single = {"stage": 3, "per_device_batch_size": 1}
     ((one, _),), ((two, _),) = (trained(world, [single], *options) for world in (1, 2))

@@ -6,7 +6,7 @@ default stands here, so that its commands run as they are, or are refused by nam
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardproof.cli.from_swift.missing import HARMLESS, INSTEAD, MISSING, WITHOUT_EFFECT, missing
 from shardproof.cli.from_swift.values import ADDED, RL, SPECIAL, Ours
@@ -134,7 +134,7 @@ def ours(
     values: Sequence[str],
     known: Collection[str],
     notes: list[str] | None = None,
-    others: Collection[str] = (),
+    others: Mapping[str, str] | None = None,
 ) -> Ours | str | None:
     """What an option of Swift is here.
 
@@ -142,7 +142,7 @@ def ours(
         name: with underscores, without hyphens in front.
         known: our options, in the same spelling.
         notes: takes what has no effect in the file that an option names.
-        others: options of our other commands.
+        others: options of our other commands, and which these are.
 
     Returns: our options and their values; a text that says why it has no effect here; None for an option that is ours
         as it stands, or nobody's.
@@ -171,7 +171,9 @@ def ours(
         any_value = name in HARMLESS and HARMLESS[name] is None
         if any_value or " ".join(given).lower() in nothing:
             return "that is what happens here"
-        if name in others and (name not in INSTEAD or "rlhf_type" not in known):  # which says why rlhf has it not
+        whose = (others or {}).get(name)
+        of_sft = whose == "shardproof sft" and "rlhf_type" not in known  # INSTEAD says why rlhf lacks these
+        if whose and (of_sft or name not in INSTEAD):
             return None
         said = given if name != "hub_token" else []  # which is a secret
         raise missing(" ".join([flag(name), *said]), INSTEAD.get(name, ""))
@@ -183,7 +185,9 @@ def meant_as_ours(known: Collection[str], given: Collection[str]) -> Collection[
     return known if "external_plugins" in given else [name for name in known if name != "model_type"]
 
 
-def adopted(argv: Sequence[str], known: Collection[str], others: Collection[str] = ()) -> tuple[list[str], list[str]]:
+def adopted(
+    argv: Sequence[str], known: Collection[str], others: Mapping[str, str] | None = None
+) -> tuple[list[str], list[str]]:
     """A command line in which Swift's options have our names.
 
     Args:

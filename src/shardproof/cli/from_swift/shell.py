@@ -129,7 +129,7 @@ def _commands(text: str) -> tuple[list[list[str]], bool]:
         try:
             commands.append(shlex.split(whole))
         except ValueError as error:
-            raise ConfigError(f"This is no shell command: {error}.") from None
+            raise ConfigError(f"This is not a shell command: {error}.") from None
     return commands, bare != text or bool(re.search(r"[|&]", bare))
 
 
@@ -231,7 +231,7 @@ def _take_files(line: Line) -> None:
     """Put the options of a file, and its variables, where it is named; what stands on the command line wins."""
     for path in [" ".join(given) for name, given in line.options if name == "config"]:
         if not path:
-            raise ConfigError("--config names a file of options, and there is none behind it.")
+            raise ConfigError("--config needs a file of options.")
         _check_known(path, path)
         said, variables = files.read(path)
         given = {name for name, _ in line.options}

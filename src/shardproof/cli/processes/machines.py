@@ -62,21 +62,21 @@ class Machines(NamedTuple):
         """None for one machine.
 
         Raises:
-            ConfigError: something is missing, or is no number.
+            ConfigError: something is missing, or is not a number.
         """
 
         def number(name: str, default: str) -> int:
             try:
                 return int(told.get(name) or default)
             except ValueError:
-                raise ConfigError(f"{name}={told[name]} is no number.") from None
+                raise ConfigError(f"{name}={told[name]} is not a number.") from None
 
         nodes = told.get("NNODES") or "1"
         fewest, _, most = nodes.partition(":")
         try:
             low, high = int(fewest), int(most or fewest)
         except ValueError:
-            raise ConfigError(f"NNODES={nodes} is no number, and no range like 2:4.") from None
+            raise ConfigError(f"NNODES={nodes} is neither a number nor a range like 2:4.") from None
         if not 1 <= low <= high:
             raise ConfigError(f"NNODES={nodes}: the fewest machines stand first, and there is one at least.")
         rank = number("NODE_RANK", "0")

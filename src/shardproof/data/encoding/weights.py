@@ -147,7 +147,7 @@ def _weights(said: Any, name: str) -> Weights:
         if not text or not all(_is_weight(weight) for weight in weights) or len(weights) not in (1, 2):
             raise ConfigError(f"{form}\nWhat it says of {text!r} is {json.dumps(weights)}; weights are 0 or more.")
     if len({len(weights) for weights in patterns.values()}) > 1 or any(len(weights) > 1 for weights in asked.values()):
-        raise ConfigError(f"{form}\nThis one mixes them. Two files, one behind the other, may have both.")
+        raise ConfigError(f"{form}\nThis one mixes them. To have both, name two files.")
     made = Weights(
         {text: [*map(float, weights)] for text, weights in patterns.items()},
         {text: float(weights[0]) for text, weights in asked.items()},
@@ -156,7 +156,7 @@ def _weights(said: Any, name: str) -> Weights:
         try:
             re.compile(text)
         except re.error as error:
-            raise ConfigError(f"{OPTION} {name}: {text!r} is no regular expression: {error}.") from None
+            raise ConfigError(f"{OPTION} {name}: {text!r} is not a regular expression: {error}.") from None
     return made
 
 

@@ -183,7 +183,7 @@ def source_of(config: PlanConfig) -> str:
         raise ConfigError(f"--model {config.model} {what}.{instead}") from None
     if not isinstance(found, dict) or "model_type" not in found:
         raise ConfigError(
-            f"--model {config.model}: {file.name} names no model_type, so it is no model's config.\n"
+            f"--model {config.model}: {file.name} names no model_type, so it is not a model config.\n"
             "Name a model folder, its config.json, or a hub id."
         )
     source = str(file.parent if file.name == "config.json" else file)  # code of its own lies beside it

@@ -57,7 +57,7 @@ def check_steps(config: RunConfig, steps: int) -> None:
     first, last = given["tinit"], steps - given["tfinal"]
     if first >= last or last < 2:
         raise ConfigError(
-            f"--tuner adalora moves its ranks behind step {first} (tinit) until step {last} (tfinal before the last):"
+            f"--tuner adalora moves its ranks after step {first} (tinit) until step {last} (tfinal before the last):"
             f" of {steps} step(s) none is left for it. Give smaller ones (--tuner-arguments tinit=N tfinal=N), or take"
             " more steps."
         )

@@ -32,8 +32,8 @@ def check_padding(model: Any, ids: torch.Tensor, way: str) -> None:
     most = 1e-3 if alone.dtype == torch.float32 else 5e-2
     if float((beside - alone).abs().max()) > most * float(alone.abs().max()):
         raise ConfigError(
-            f"{type(without_adapters(model)).__name__} makes something else of a row beside a longer one than of the"
-            f" row alone: it looks at the padding behind it. {way}"
+            f"{type(without_adapters(model)).__name__} treats a row beside a longer one differently than the row"
+            f" alone: it does not ignore the padding after it. {way}"
         )
 
 

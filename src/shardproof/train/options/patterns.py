@@ -32,4 +32,4 @@ def check_pattern(option: str, pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"{option} {pattern} is no regular expression: {error}.") from error
+        raise ConfigError(f"{option} {pattern} is not a regular expression: {error}.") from error

@@ -72,7 +72,7 @@ def _check_called_alone(name: str, found: type) -> None:
             function = getattr(function, "__func__", None)
         bindable = inspect.isfunction(function) and bool(inspect.signature(function).parameters)
         if method == "get_reward" and function is not None and not bindable:
-            raise ConfigError(f"{OPTION} {name}: 'get_reward' is no method of an instance: 'def get_reward(self)'.")
+            raise ConfigError(f"{OPTION} {name}: 'get_reward' is not an instance method: 'def get_reward(self)'.")
         if bindable and (wanted := wants(_bound(function), ())):
             raise ConfigError(
                 f"{OPTION} {name}, {method}{place_of(function)} wants {', '.join(map(repr, wanted))}, and it is called"

@@ -44,7 +44,7 @@ def _check_measured(config: SftConfig) -> None:
     there = MEASURES[labels_of(config).problem]
     best = best_of(config)
     if best == "mae":
-        raise ConfigError("--best-metric mae: of what is no loss more is better. Take loss, or pearson.")
+        raise ConfigError("--best-metric mae: metrics other than losses are maximised. Use loss or pearson.")
     check_best(config, ("loss", *there, *config.metrics), f"loss, {', '.join(there)} and --metrics")
     if config.metrics and not config.holds_out:
         raise ConfigError("--metrics needs rows to evaluate on: add --val-dataset or --val-split.")
