@@ -1,4 +1,4 @@
-"""The steps of throughput.py by transformers' Trainer."""
+"""The steps of throughput.py, run by transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def train_by_trainer(setting: Setting, device: torch.device, folder: str) -> dict[str, Any]:
-    """The same steps by transformers' Trainer, its own way where `engine` is "trainer"."""
+    """The same steps with transformers' Trainer, unmodified if `engine` is "trainer"."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -65,7 +65,7 @@ def train_by_trainer(setting: Setting, device: torch.device, folder: str) -> dic
         data_collator=lambda rows: {name: torch.stack([row[name] for row in rows]) for name in rows[0]},
         **more,
     )
-    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)  # the order of all others
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)  # the order of the other engines
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     sums = torch.stack(losses).view(-1, setting.accumulate).sum(1)

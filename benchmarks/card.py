@@ -1,4 +1,4 @@
-"""The accelerator that a benchmark runs on, whichever it is, or the CPU."""
+"""The accelerator that a benchmark runs on, of whatever kind, or the CPU."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ def device_here() -> torch.device:
 
 
 def clock() -> float:
-    """Seconds, when all that was asked for is done."""
+    """Seconds, after all queued work is done."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return time.perf_counter()
 
 
 def forget_peak() -> None:
-    """Have `peak_memory` tell of what comes now; of a process it tells of all."""
+    """Make `peak_memory` count from now on; without an accelerator it counts from the start of the process."""
     if torch.accelerator.is_available():
         torch.accelerator.reset_peak_memory_stats()
 
 
 def matrix_rate(device: torch.device) -> float:
-    """Floating-point operations a second of a product of two bf16 matrices: the median of 9 times."""
+    """Floating-point operations per second in a product of two bf16 matrices: the median of 9 measurements."""
     size, count = (8192, 20) if device.type != "cpu" else (256, 2)
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     times = []
@@ -40,7 +40,7 @@ def matrix_rate(device: torch.device) -> float:
 
 
 def limit_memory(device: torch.device, gigabytes: float | None) -> None:
-    """Have torch's allocator refuse more than so much."""
+    """Make torch's allocator refuse to exceed this limit."""
     if gigabytes is not None and device.type != "cpu":
         module: Any = torch.get_device_module(device)
         module.set_per_process_memory_fraction(min(1.0, 1e9 * gigabytes / module.mem_get_info()[1]))

@@ -3,13 +3,11 @@
     python benchmarks/collectives.py                       # 2 and 4 ranks, about two minutes
     python benchmarks/collectives.py --world 2 --mb 4 12 --rounds 5
 
-Every candidate does the same job. A *gather* turns a shard of `size / world` into the whole
-buffer of `size`; a *reduction* turns a whole buffer into the sum's shard. Ranks have one
-thread each. In every round each candidate runs once, in an order that rotates, so a slow
-moment of the machine hits all alike. Columns: median wall milliseconds (the slowest rank
-counts), the spread between the quartiles, and processor milliseconds burnt per rank, kernel
-and gloo threads included. Where every core already computes, the last column is what a
-collective costs, however well it overlaps.
+Every candidate does the same job. A *gather* turns a shard of `size / world` into the whole buffer of `size`; a
+*reduction* turns a whole buffer into the sum's shard. Ranks have one thread each. In every round each candidate runs
+once, in an order that rotates, so a slow moment of the machine affects all equally. Columns: median wall milliseconds
+(the slowest rank counts), the spread between the quartiles, and CPU milliseconds per rank, including kernel and gloo
+threads. Where every core already computes, the last column is what a collective costs, however well it overlaps.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ Candidate = Callable[[], object]
 
 
 class Buffers:
-    """One rank's memory for a job: reused between rounds unless a candidate says otherwise."""
+    """One rank's memory for a job, reused between rounds unless a candidate opts out."""
 
     def __init__(self, megabytes: int, rank: int, world: int, near: Neighbours | None) -> None:
         self.near = near
@@ -53,7 +51,7 @@ class Buffers:
 
 
 class Works(list):
-    """Several handles waited for as one."""
+    """Several handles that are waited for together."""
 
     def wait(self) -> None:
         for work in self:
@@ -67,7 +65,7 @@ def pairwise(
     tag: int = 0,
     via: Neighbours | None = None,
 ) -> Works:
-    """Start one message to and one from each other rank, all in flight together, by gloo or between neighbours."""
+    """Start one message to and from every other rank, all in flight together, through gloo or between neighbours."""
     group = via or dist.group.WORLD
     ahead = [(b.rank + step) % b.world for step in range(1, b.world)]
     behind = [(b.rank - step) % b.world for step in range(1, b.world)]
@@ -131,7 +129,7 @@ def gathers(b: Buffers) -> dict[str, Candidate]:
 
 
 def in_flight(megabytes: int, rank: int, world: int, near: Neighbours | None) -> dict[str, Candidate]:
-    """Eight collectives of one size: one after the other, or several under way at once."""
+    """Eight collectives of one size: one after another, or several in flight at once."""
     many = [Buffers(megabytes, rank, world, near) for _ in range(8)]
 
     def run(start: Callable[[Buffers], dist.Work | Works], depth: int):
@@ -171,7 +169,7 @@ def in_flight(megabytes: int, rank: int, world: int, near: Neighbours | None) ->
 
 
 def measure(table: dict[str, Candidate], rounds: int, world: int) -> dict[str, tuple[float, float, float]]:
-    """Milliseconds of each candidate: median wall, quartile spread, processor time per rank."""
+    """Milliseconds of each candidate: median wall time, quartile spread, CPU time per rank."""
     walls: dict[str, list[float]] = {name: [] for name in table}
     burnt: dict[str, list[float]] = {name: [] for name in table}
     names = list(table)

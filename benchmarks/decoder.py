@@ -1,4 +1,4 @@
-"""The model of the benchmarks: a plain Llama-like decoder that knows of no engine."""
+"""The model of the benchmarks: a plain Llama-like decoder that knows nothing about engines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPES = {
 
 
 def shape_of(name: str) -> Shape:
-    """One of `SHAPES`, or "512x8": so wide and so many layers."""
+    """One of `SHAPES`, or WIDTHxLAYERS, such as "512x8"."""
     if name in SHAPES:
         return SHAPES[name]
     hidden, _, layers = name.partition("x")
@@ -37,14 +37,14 @@ def shape_of(name: str) -> Shape:
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer and LoRA (arXiv 2106.09685) of rank 8 beside it."""
+    """A frozen linear layer with a LoRA adapter (arXiv 2106.09685) of rank 8."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
         self.down = nn.Linear(base.in_features, 8, bias=False)
         self.up = nn.Linear(8, base.out_features, bias=False)
-        nn.init.normal_(self.up.weight, std=0.02)  # not zero: each step then changes both
+        nn.init.normal_(self.up.weight, std=0.02)  # not zero, so that each step changes both
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))

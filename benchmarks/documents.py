@@ -1,5 +1,5 @@
-"""What does `--attn varlen` save where documents share a row? Forward and backward of a small model, in turns with the
-attention that transformers gives it: sdpa with a mask for Qwen3, eager for gpt-oss, which has sinks.
+"""What does `--attn varlen` save when documents share a row? Forward and backward of a small model, alternating with
+transformers' own attention: sdpa with a mask for Qwen3, eager for gpt-oss, which has sinks.
 
     python benchmarks/documents.py
     python benchmarks/documents.py --documents 30 --length 34
@@ -45,7 +45,7 @@ def made(family: str, attn: str) -> Any:
 
 
 def passes(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> tuple[float, float]:
-    """Seconds of a forward and a backward pass, and the loss."""
+    """Seconds for a forward and a backward pass, and the loss."""
     begin = clock()
     loss = model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss
     loss.backward()
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--length", type=int, default=512, help="tokens of each document")
-    parser.add_argument("--rounds", type=int, default=4, help="the first of which is not counted")
+    parser.add_argument("--rounds", type=int, default=4, help="the first is not counted")
     options = parser.parse_args()
     device = device_here()
     ids = torch.randint(1, 2000, (1, options.documents * options.length), device=device)

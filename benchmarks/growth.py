@@ -1,11 +1,11 @@
-"""How does a step grow with the number of ranks, the number of layers, and the size of what is gathered together?
+"""How does a step grow with the number of ranks, the number of layers, and the size of a unit?
 
     python benchmarks/growth.py                      # all three
     python benchmarks/growth.py --of units --rounds 8
 
-Each line is a run of `step_time.py` with the engines named at the top. Beside the time stands its ratio to `alone`, a
-rank's share of the work without any communication: what an engine adds. On a machine with fewer cores than ranks the
-ranks take turns, and only ratios mean something.
+Each line is a run of `step_time.py` with the engines named at the top. Next to the time is its ratio to `alone`, a
+rank's share of the work without any communication, which shows what an engine adds. On a machine with fewer cores than
+ranks, the ranks take turns, and only ratios are meaningful.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--of", nargs="+", choices=list(LINES), default=list(LINES))
     parser.add_argument("--engines", nargs="+", default=["fsdp2", "ours-0", "ours-3"])
-    parser.add_argument("--model", default="36m", help="of the lines that do not name one")
+    parser.add_argument("--model", default="36m", help="for lines that do not name one")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--most", type=int, default=99, help="lines of each table")
+    parser.add_argument("--most", type=int, default=99, help="maximum number of lines per table")
     options = parser.parse_args()
     for table in options.of:
         heads = [table, "alone, ms", *(f"{name}, ms" for name in options.engines)]

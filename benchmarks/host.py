@@ -1,14 +1,14 @@
-"""What does each engine's Python cost a step on one process?
+"""What does each engine's Python cost per step on one process?
 
     python benchmarks/host.py                       # every weight trained
     python benchmarks/host.py --case lora
-    python benchmarks/host.py --nodes 0             # as many nodes in the graph as with large matrices
+    python benchmarks/host.py --nodes 0             # as many graph nodes as with large matrices
 
-Layers so narrow that next to nothing is computed: a step takes what the host needs to ask for its operations. On an
-accelerator that is hidden as long as the device is busy, and lengthens the step where it is not; so this is the part of
-an engine's overhead there that can be measured without one. Models, rows, loops and engines are those of throughput.py
-(world size 1), all in one process, in an order that is drawn anew for each round. Processor time of the main thread,
-which runs backward, too; a difference to `plain` is the median of those within rounds.
+The layers are so narrow that next to nothing is computed: a step takes the time that the host needs to issue its
+operations. On an accelerator this is hidden while the device is busy, and lengthens the step when it is not; so this is
+the part of an engine's overhead there that can be measured without one. Models, rows, loops and engines are those of
+throughput.py (world size 1), all in one process, in a new random order in each round. Times are CPU time of the main
+thread, which also runs backward; a difference to `plain` is the median of the differences within rounds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument(
-        "--nodes", type=int, metavar="ELEMENTS", help="a larger parameter has a node of the graph alone"
+        "--nodes", type=int, metavar="ELEMENTS", help="parameters larger than this get their own graph node"
     )
     options = parser.parse_args()
     warnings.filterwarnings("ignore")

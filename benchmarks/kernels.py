@@ -1,11 +1,11 @@
-"""Where does a step of an engine of throughput.py go on an accelerator? Its kernels, by the time that they take.
+"""Where does a step of an engine in throughput.py spend its time on an accelerator? Its kernels, by time.
 
     python benchmarks/kernels.py ours-3 --model 7b
-    python benchmarks/kernels.py plain ours-3 --compile        # each in a process of its own
+    python benchmarks/kernels.py plain ours-3 --compile        # each in its own process
 
-First two steps are timed without a profiler, behind those in which the engine looks for edits. If the host needs as
-long to ask for a step's kernels as the step takes, the device waits for the host; if the kernels together take as
-long, the host is hidden, and nothing that it does in Python costs anything.
+First, two steps are timed without a profiler, after those in which the engine looks for edits. If the host takes as
+long to issue a step's kernels as the step takes, the device waits for the host; if the kernels together take as long as
+the step, the host is hidden, and its Python costs nothing.
 """
 
 from __future__ import annotations

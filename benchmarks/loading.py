@@ -1,20 +1,20 @@
-"""How much host memory does a rank need while a model is loaded and sharded? Ours against from_pretrained everywhere.
+"""How much host memory does a rank need to load and shard a model? Ours compared with from_pretrained on every rank.
 
     python benchmarks/loading.py                       # 250 M parameters, bf16 files, 4 processes
     python benchmarks/loading.py --layers 8 --world 2
-    python benchmarks/loading.py --experts 16 --layers 6            # a mixture of experts, which files hold apart
-    python benchmarks/loading.py --missing                          # files that lack all but a norm
+    python benchmarks/loading.py --experts 16 --layers 6            # a mixture of experts, stored separately in files
+    python benchmarks/loading.py --missing                          # files that contain only a norm
 
-A Llama (with --experts a Qwen3Moe) with random weights is written in bf16 to files of 200 MB. Then each way loads it in
-fp32 in fresh processes and shards it at stage 3:
+A Llama (with --experts, a Qwen3Moe) with random weights is written in bf16 to files of 200 MB. Then each method loads
+it in fp32 in fresh processes and shards it at stage 3:
 
 - ours: `shardproof.load_pretrained(folder, stage=3)`; each rank reads its ranges;
-- whole: `shardproof.shard(AutoModelForCausalLM.from_pretrained(folder), stage=3)` on every rank, which is what a loop
-  without sharded loading does.
+- whole: `shardproof.shard(AutoModelForCausalLM.from_pretrained(folder), stage=3)` on every rank, as in a loop
+  without sharded loading.
 
-Peak is the growth of resident memory (VmHWM, begun anew before loading), files that are mapped included; the promise is
-the rank's shard and the largest unit. All ranks must then hold the same weights. Exits with status 1 if ours is above
-the promise by more than --slack.
+Peak is the growth of resident memory (VmHWM, reset before loading), including mapped files; the promise is the rank's
+shard and the largest unit. All ranks must then hold the same weights. Exits with status 1 if ours exceeds the promise
+by more than --slack.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def write_model(folder: str, hidden: int, layers: int, vocabulary: int, experts:
 
 
 def status(field: str) -> int:
-    """Bytes, of /proc/self/status."""
+    """Bytes, from /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 
@@ -94,7 +94,7 @@ def worker(rank: int, world: int, way: str, model: str, folder: str) -> None:
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{way}", rank=rank, world_size=world)
-    load(way, f"{model}-small")  # imports, connections and the heap are not what is measured
+    load(way, f"{model}-small")  # so that imports, connections and the heap are not measured
     gc.collect()
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")
@@ -118,8 +118,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--world", type=int, default=4)
-    parser.add_argument("--experts", type=int, default=0, help="of each layer; 0 for a dense model")
-    parser.add_argument("--missing", action="store_true", help="the files hold a norm only; the rest is initialised")
+    parser.add_argument("--experts", type=int, default=0, help="per layer; 0 for a dense model")
+    parser.add_argument("--missing", action="store_true", help="the files contain only a norm; the rest is initialised")
     parser.add_argument("--slack", type=float, default=16.0, help="MB")
     args = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {}

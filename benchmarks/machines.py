@@ -1,10 +1,10 @@
-"""One copy of a model over two machines, or a copy on each, with a slow link between: seconds and bytes of a step.
+"""One copy of a model over two machines, or one on each, with a slow link between them: seconds and bytes per step.
 
     python benchmarks/machines.py                                 # 36 M decoder, 2 x 2 ranks, stage 3, 500 Mbit/s
     python benchmarks/machines.py --megabits 200 --stage 2 --json machines.json
 
-The machines are network namespaces (tests/machines/hosts.py: Linux, root, iproute2), the link is held back by tc's tbf
-in both directions. *Sent* is what the kernel counts on the machine's interface, *counted* what the engine says.
+The machines are network namespaces (tests/machines/hosts.py: Linux, root, iproute2), the link is throttled by tc's tbf
+in both directions. *Sent* is the kernel's count on the machine's interface, *counted* is the engine's count.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from machines.hosts import Hosts, reason
 
-RANKS = 2  # of each machine
+RANKS = 2  # per machine
 
 
 def train(stage: int, group: int, steps: int) -> None:
-    """What each rank does; prints one line."""
+    """Runs on each rank; prints one line."""
     import torch
     import torch.distributed as dist
     from decoder import SHAPES, Decoder
@@ -67,7 +67,7 @@ def train(stage: int, group: int, steps: int) -> None:
 
 
 def leaving() -> int:
-    """Bytes that have left this machine, by the kernel's count."""
+    """Bytes that have left this machine, as counted by the kernel."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if numbers and name.strip() != "lo":
@@ -102,8 +102,8 @@ def measured(stage: int, group: int, steps: int, megabits: float) -> dict[str, f
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--stage", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6, help="that are timed")
-    parser.add_argument("--megabits", type=float, default=500.0, help="of the link, a second")
+    parser.add_argument("--steps", type=int, default=6, help="number of timed steps")
+    parser.add_argument("--megabits", type=float, default=500.0, help="bandwidth of the link, per second")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--group", type=int, help=argparse.SUPPRESS)

@@ -3,12 +3,12 @@
     python benchmarks/memory.py                       # 100 M parameters, 4 processes, stages 0-3
     python benchmarks/memory.py --model 36m --world 2 --stages 3
 
-"Computed" knows only parameter counts, the number of ranks and the stage. "Measured" is, for the first
-four lines, what the objects at hand occupy: the storages behind shards, optimizer state and gradients, and
+"Computed" uses only parameter counts, the number of ranks and the stage. "Measured" is, for the first
+four lines, the memory that the objects occupy: the storages of shards, optimizer state and gradients, and
 the engine's own count of gathered buffers. For the last two it is every byte that torch's CPU allocator
 handed out and took back during three training steps (the profiler records each), so buffers that the engine
 keeps for the next step, and autograd's temporaries, count too. The batch is one row of eight tokens:
-activations are below a percent. The resident memory of the process, libraries included, stands beside it.
+activations are below one percent. The resident memory of the process, including libraries, is also shown.
 
 Exits with status 1 if a line is off by more than --tolerance.
 """
@@ -39,7 +39,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of the whole fp32 parameters: of the root unit, of its largest parameter, and of one block."""
+    """Bytes of the unsharded fp32 parameters: of the root unit, of its largest parameter, and of one block."""
 
     root: int
     largest: int
@@ -60,7 +60,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Formula:
-    """What a rank has to hold, in bytes. Adam's state is two values per parameter.
+    """What a rank must hold, in bytes. Adam's state is two values per parameter.
 
     In a step, beyond parameters, gradients and state:
     - whole parameters: at stage 3 the root and two blocks, at 1 and 2 what others hold, at 0 nothing extra;
@@ -92,15 +92,15 @@ class Formula:
 
     @property
     def gradients(self) -> float:
-        """Once they are final."""
+        """After they have become final."""
         return self.parameters
 
     @property
     def gathered(self) -> float:
-        """Whole parameters beyond those held for good, at most."""
+        """Gathered parameters beyond those held permanently, at most."""
         if not self.sharded:
             return 0
-        if self.stage < 3:  # of the whole parameters this rank's part is the one that it holds for good
+        if self.stage < 3:  # this rank's part of the gathered parameters is its permanent one
             return self.sizes.whole - self.parameters
         return self.sizes.root + 2 * self.sizes.block
 
@@ -116,7 +116,7 @@ class Formula:
 
     @property
     def between_steps(self) -> float:
-        """On the CPU buffers are kept for the next step, those of the gradients among them."""
+        """On the CPU, buffers are kept for the next step, including those of gradients."""
         return self.parameters + self.optimizer + self.gradients + self.gathered + self.moving
 
     @property
@@ -149,7 +149,7 @@ class Ledger:
             pass
 
     def read(self, since: str | None = None) -> tuple[dict[str, int], int]:
-        """Bytes allocated at each moment, and the most at any time (after the moment `since`)."""
+        """Bytes allocated at each moment, and the maximum (after the moment `since`)."""
         events = self.profile.profiler.kineto_results.events()
         wanted = [e for e in events if e.name() == "[memory]" or e.name().startswith("moment: ")]
         live = peak = self.live
@@ -167,13 +167,13 @@ class Ledger:
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`; single numbers (step counts) do not count."""
+    """Bytes of the distinct storages behind `tensors`; scalars (step counts) are not counted."""
     found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel() > 1}
     return sum(found.values())
 
 
 def resident() -> int:
-    """Bytes of physical memory of this process, all libraries included."""
+    """Bytes of physical memory of this process, including all libraries."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
@@ -239,7 +239,7 @@ LINES = {
 
 
 def show(formula: Formula, measured: dict[str, int], grown: int, tolerance: float) -> bool:
-    """Print one stage's table. Returns whether every line holds."""
+    """Print one stage's table. Returns whether every line is within the tolerance."""
     print(f"\n### stage {formula.stage}, {formula.world} processes; MB of one process\n")
     print("| | computed | measured | off by |\n|---|---:|---:|---:|")
     good = True

@@ -1,15 +1,15 @@
-"""What does it cost to record a run? Steps of `shardproof sft`'s own trainer, with and without, interleaved.
+"""What does it cost to record a run? Steps of `shardproof sft`'s own trainer with and without recording, interleaved.
 
     python benchmarks/overhead.py                                # tiny (2 M parameters), 2 ranks, stage 3
     python benchmarks/overhead.py --model small --steps 200      # 27 M parameters: the smallest step of a normal run
     python benchmarks/overhead.py --stage 0 --steps 400 --dataset FILE --model FOLDER
 
-In turn, four steps are recorded in full (ranks meet and exchange their numbers, a record is written, a line is shown)
-and four not at all (nothing is logged). Nothing else makes the ranks wait for each other, so what a rank does for the
-record while another still computes costs nothing, as in any run. The times of neighbours are compared: the median of
-the ratios, with the interval that holds it in 95 of 100 drawings, tells what recording costs in a step, on the clock
-and in the processor time of rank 0. Steps differ by more than it costs, so it is also timed by itself. The step whose
-timeline is kept stands for itself; there is one in a run.
+Alternately, four steps are recorded in full (ranks meet and exchange their numbers, a record is written, a line is
+shown) and four not at all (nothing is logged). Nothing else makes the ranks wait for each other, so work that a rank
+does for the record while another still computes costs nothing, as in any run. Adjacent times are compared: the median
+of the ratios, with its 95 % bootstrap interval, shows the cost of recording per step, in wall-clock time and in CPU
+time of rank 0. Steps vary by more than this cost, so recording is also timed by itself. The step whose timeline is kept
+is reported separately; there is one per run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any
 
 ROW = {"query": "what does a rank hold of a model " * 4, "response": "a shard of each unit, and no more " * 8}
 RANKS = 2
-BLOCK = 4  # steps of a kind in a row
-WARM = 6  # blocks that are not counted
+BLOCK = 4  # consecutive steps of one kind
+WARM = 6  # uncounted blocks
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--dataset", help="default: rows of one length, so that steps are equal")
-    parser.add_argument("--batch", type=int, default=8, help="rows of a rank in a step")
+    parser.add_argument("--batch", type=int, default=8, help="rows per rank and step")
     found = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -105,13 +105,13 @@ def worker(prepared: Any, file: str, *_: Any) -> int:
     told: list[str] = []
 
     class Turns(TrainerCallback):
-        """The last callback but those of a run, so it has the last word on what is logged."""
+        """The last callback apart from the run's own, so it decides what is logged."""
 
         begun: tuple[float, float] | None = None
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             now = time.perf_counter(), time.process_time()
-            if self.begun is not None:  # from the beginning of the last step to that of this one
+            if self.begun is not None:  # from the start of the last step to the start of this one
                 took = now[0] - self.begun[0], now[1] - self.begun[1]
                 times.append(f"{took[0]} {int(self.recorded)} {int(self.timed)} {took[1]}")
             self.begun, self.timed = now, made[0].recorder.timeline is not None

@@ -1,13 +1,13 @@
-"""What does padding cost? A step of a decoder on rows of drawn lengths: padded, without padding, and packed.
+"""What does padding cost? A step of a decoder on rows of random lengths: padded, without padding, and packed.
 
     python benchmarks/padding.py                                     # 34 M parameters, 8 rows of 32 to 256 tokens
     python benchmarks/padding.py --rows 8 --longest 1024
     python benchmarks/padding.py --model 3b --rows 8 --longest 4096 --checkpointed   # on a GPU, in bf16
 
-`padded` and `sdpa, padded` compute each row to the length of the longest, with `--attn varlen` and with sdpa;
-`padding-free` is what `--padding-free` makes of the same batch, and `packed` what `--packing` makes of the same rows.
-All must have the loss of `sdpa, padded` before they are timed. In every round each takes one step (forward and
-backward), in an order drawn anew; a ratio is the median of the ratios within the rounds.
+`padded` and `sdpa, padded` compute every row at the length of the longest, with `--attn varlen` and with sdpa;
+`padding-free` is the same batch with `--padding-free`, and `packed` the same rows with `--packing`. All must have the
+loss of `sdpa, padded` before they are timed. In every round each takes one step (forward and backward), in a new random
+order; a ratio is the median of the ratios within the rounds.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def model_of(shape: dict[str, Any], device: torch.device, checkpointed: bool) ->
 
 
 def batch_of(rows: int, longest: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Rows of an eighth of `longest` to all of it."""
+    """Rows with lengths from an eighth of `longest` to all of it."""
     draw = torch.Generator().manual_seed(1)
     lengths = torch.randint(longest // 8, longest + 1, (rows,), generator=draw)
     lengths[0] = longest
@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(SHAPES), default="34m")
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--longest", type=int, default=256, help="tokens; rows have an eighth of it to all of it")
+    parser.add_argument("--longest", type=int, default=256, help="tokens; rows have an eighth of this to all of it")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--checkpointed", action="store_true", help="with gradient checkpointing")
     args = parser.parse_args()

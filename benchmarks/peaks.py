@@ -1,4 +1,4 @@
-"""How much memory does a rank need at most under each engine? Each engine in processes of its own.
+"""How much memory does a rank need at its peak under each engine? Each engine runs in its own processes.
 
     python benchmarks/peaks.py                                   # 36 M parameters, 2 ranks
     python benchmarks/peaks.py --model 150m --world 4
@@ -7,15 +7,15 @@
 The engines, model and data are those of step_time.py. Per rank, the largest of all ranks:
 
 - `tensors`: the most that torch's CPU allocator had handed out at any moment of the second and third step (the profiler
-  records every allocation and release), whatever the engine keeps from one step to the next included. Ours keeps its
+  records every allocation and release), including whatever the engine keeps from one step to the next. Ours keeps its
   buffers on the CPU, where fresh pages cost more than messages; on an accelerator it keeps none.
-- `resident`: by how much the physical memory of the process stood above that before the model was built, at its peak
-  in the same steps: with buffers of gloo and of DeepSpeed's own operators, and with what the heap keeps from building.
+- `resident`: how far the physical memory of the process at its peak in the same steps exceeds that before the model was
+  built: including buffers of gloo and of DeepSpeed's own operators, and memory that the heap keeps from building.
 
-Each is the median of `--repeats` runs: the profiler sees neither what another thread allocates nor what it lets go of,
-and now and then one of gloo's is the last to hold what it has sent (FSDP2: 410 to 474 MB in eight runs). Both as ratios
-to the peers at the same stage: stage 3 to FSDP2 and DeepSpeed-3, stages 1 and 2 to DeepSpeed's, stage 0 to DDP with and
-without views.
+Each is the median of `--repeats` runs: the profiler does not see allocations and releases in other threads, and
+sometimes a gloo thread is the last to hold data that it has sent (FSDP2: 410 to 474 MB in eight runs). Both are also
+given as ratios to the peers at the same stage: stage 3 to FSDP2 and DeepSpeed-3, stages 1 and 2 to DeepSpeed's, stage 0
+to DDP with and without views.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WARM = "warm"  # the moment after the first step
 
 
 def peak_resident() -> int:
-    """Bytes: the most physical memory of this process since `forget_peak_resident`."""
+    """Bytes: the peak physical memory of this process since `forget_peak_resident`."""
     with open("/proc/self/status") as file:
         found = re.search(r"VmHWM:\s+(\d+) kB", file.read())
     assert found is not None
@@ -67,7 +67,7 @@ def worker(rank: int, setting: Setting, report: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{setting.store}", rank=rank, world_size=setting.world)
     (name,) = setting.engines
     tiny = replace(setting, model="tiny", batch=1, length=8)
-    ENGINES[name](tiny)(share(tiny, 0, rank))  # what an engine imports and starts at its first use is not counted
+    ENGINES[name](tiny)(share(tiny, 0, rank))  # imports and setup at an engine's first use are not counted
     gc.collect()
     before = resident()
     with no_chatter(), Ledger(0) as ledger:

@@ -1,10 +1,10 @@
-"""The picture of README.md: the casebook, and time and memory of a step, of each engine.
+"""The chart in README.md: the casebook, and the time and memory of a step, for each engine.
 
     python benchmarks/step_time.py --check 11 --tolerance 1e-4 --rounds 12 --json step_time.json
     python benchmarks/peaks.py --json peaks.json
     python benchmarks/picture.py step_time.json peaks.json docs/pictures/peers.svg
 
-The first two take minutes and want a quiet machine; the casebook's results are those of `make cases`.
+The first two take minutes and need a quiet machine; the casebook's results come from `make cases`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = {
 
 
 def cases(book: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """By engine: how many cases end how, as people write them: without the settings that a peer documents for some."""
+    """By engine: the number of cases with each outcome, as people write them, without a peer's documented settings."""
     found: dict[str, dict[str, int]] = {}
     for case in book["cases"]:
         for engine in {result["engine"] for result in case["results"]}:
@@ -88,8 +88,8 @@ def draw(book: dict[str, Any], steps: dict[str, Any], peaks: dict[str, Any], fil
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("steps", type=Path, help="what step_time.py --json wrote")
-    parser.add_argument("peaks", type=Path, help="what peaks.py --json wrote")
+    parser.add_argument("steps", type=Path, help="output of step_time.py --json")
+    parser.add_argument("peaks", type=Path, help="output of peaks.py --json")
     parser.add_argument("picture", type=Path, help="where to draw")
     parser.add_argument("--casebook", type=Path, default=Path("casebook.json"))
     options = parser.parse_args()

@@ -1,9 +1,9 @@
-"""The models of throughput.py: shapes of Qwen2.5 with weights by chance, packed rows, and what a step of them computes.
+"""The models of throughput.py: Qwen2.5 shapes with random weights, packed rows, and the operations of a step.
 
-[Note: floating-point operations] Of the model, not of the machine: what is computed again is not counted. A trained
-matrix takes 6 for each of its elements and each token, two of them forward (Kaplan et al., arXiv 2001.08361); a frozen
-one takes 4, for nobody asks for its own gradient. A pair of a token and one before it in its document takes 12 for each
-element of all heads in each layer (PaLM, arXiv 2204.02311, appendix B, which counts all pairs; of the causal half as in
+[Note: floating-point operations] Counted for the model, not the machine: recomputation is not included. A trained
+matrix takes 6 per element and token, two of them forward (Kaplan et al., arXiv 2001.08361); a frozen one takes 4, since
+its own gradient is not needed. A pair of a token and an earlier one in its document takes 12 per element of all heads
+in each layer (PaLM, arXiv 2204.02311, appendix B, which counts all pairs; here only the causal half, as in
 FlashAttention-2, arXiv 2307.08691). Norms, rotations and the update are not counted.
 """
 
@@ -19,13 +19,13 @@ from shardproof.models.attention.varlen import attention_options
 from shardproof.models.checkpointing import enable_checkpointing
 
 LORA_RANK, CLIP = 16, 1.0
-PART = 1024  # tokens whose logits are there at once
-WARM = 12  # steps before those that count: the engine compares weights in its first ten
+PART = 1024  # tokens whose logits exist at once
+WARM = 12  # uncounted first steps: the engine compares weights in its first ten
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Qwen2.5; and rows, micro-batches and checkpointing with which its training fits into 139 GiB."""
+    """A Qwen2.5 shape; and rows, micro-batches and checkpointing with which training fits into 139 GiB."""
 
     vocabulary: int
     hidden: int
@@ -65,7 +65,7 @@ class Setting:
     eight_bits: bool = False
     memory: float | None = None
     nvme: str | None = None
-    rate: float = 1e-4  # of learning: what bf16 shows of its updates, losses show
+    rate: float = 1e-4  # learning rate: updates that bf16 can represent show in the losses
     seed: int = 0
 
     @property
@@ -78,7 +78,7 @@ class Setting:
 
 
 class Causal(nn.Module):
-    """Packed rows -> their loss, the mean over tokens, without ever holding the logits. What all engines train."""
+    """Packed rows -> their loss, the mean over tokens, without ever holding the logits. All engines train it."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def build(setting: Setting, device: torch.device, dtype: torch.dtype, place: tor
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Each by itself, as is usual: what is the same in all is compiled once."""
+    """Each block by itself, as usual: code common to all is compiled once."""
     for block in blocks_of(model):
         block.compile()
 
@@ -156,7 +156,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def with_adapters(model: nn.Module, drawn: torch.Generator, dtype: torch.dtype, place: torch.device) -> None:
-    """A frozen base, and LoRA beside each linear layer of its blocks."""
+    """A frozen base, with LoRA on each linear layer of its blocks."""
     import peft
 
     config = peft.LoraConfig(r=LORA_RANK, lora_alpha=32, target_modules="all-linear", lora_dropout=0.0)
@@ -168,7 +168,7 @@ def with_adapters(model: nn.Module, drawn: torch.Generator, dtype: torch.dtype, 
 
 
 def operations(setting: Setting) -> float:
-    """Of one token, forward and backward; see [Note: floating-point operations]."""
+    """Operations per token, forward and backward; see [Note: floating-point operations]."""
     shape = setting.shape
     hidden, inner, keys = shape.hidden, shape.inner, shape.hidden // shape.heads * shape.kv_heads
     block = [(hidden, hidden), (hidden, keys), (hidden, keys), (hidden, hidden)]
@@ -187,7 +187,7 @@ def lengths(setting: Setting) -> list[int]:
 
 
 def batches(setting: Setting) -> list[dict[str, Tensor]]:
-    """Every micro-batch of a process, on the CPU."""
+    """All micro-batches of a process, on the CPU."""
     source = torch.Generator().manual_seed(1 + setting.seed)
     positions = torch.cat([torch.arange(n) for n in lengths(setting)]).expand(setting.rows, -1).contiguous()
     found = []

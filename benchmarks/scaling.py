@@ -1,20 +1,20 @@
 """What grows with the number of ranks, and what does not.
 
-    python benchmarks/scaling.py                        # both parts; about eight minutes on two cores
+    python benchmarks/scaling.py                        # all parts; about eight minutes on two cores
     python benchmarks/scaling.py --only imagined --worlds 64 16384 --sizes 7e9 1e12
     python benchmarks/scaling.py --json scaling.json
-    python benchmarks/scaling.py --figures scaling.json --picture docs/pictures/scaling.svg    # drawn, not run again
+    python benchmarks/scaling.py --figures scaling.json --picture docs/pictures/scaling.svg    # only draw
 
 *Here*: 1, 2, 4, 8 ranks on this machine, over gloo. A step of a small decoder at stage 3 once ranks have agreed on a
-plan (wall clock and processor time of a rank: ranks share the cores), a gather and a reduction of 4 MB, a meeting of
-all ranks, words sent in a step, and what a rank holds.
+plan (wall-clock and CPU time of a rank: ranks share the cores), a gather and a reduction of 4 MB, a meeting of all
+ranks, words sent per step, and the memory that a rank holds.
 
 *Imagined*: one rank of up to 16,384 with models of up to 10^12 weights, on the meta device in torch's fake process
-group. No operation computes and nothing is sent, so what is left is Python: the processor time of a step with the
-engine, less that of the same model without it, and the memory of Python's objects that `shard` and two steps leave
-behind. What ranks say to each other is not in it, for a rank imagined alone is never asked: that is *words*, the
-processor time of a rank for one word and its round, by the number of ranks, with messages that are there already: where
-each tells each, and where they agree in a tree (`shardproof/zero/comm/tree.py`), as more than 64 do.
+group. Nothing is computed or sent, so only Python's cost remains: the CPU time of a step with the engine, minus that of
+the same model without it, and the memory of the Python objects that `shard` and two steps leave behind. Communication
+about what to do next is not included, since a simulated rank has nobody to talk to. *Words* measures it: the CPU time
+of a rank for one word and its round, by the number of ranks, with messages that have already arrived: where every rank
+tells every other, and where they agree in a tree (`shardproof/zero/comm/tree.py`), as more than 64 ranks do.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from shardproof.zero.comm.collectives import Collectives
 from shardproof.zero.comm.tree import Tree
 from shardproof.zero.ranks.consensus import Streams
 
-MEGABYTES = 4  # of a gather or a reduction
+MEGABYTES = 4  # size of a gather or a reduction
 # hidden size and layers
 LAYERS = {1e9: (2048, 16), 7e9: (4096, 32), 70e9: (8192, 80), 400e9: (16384, 126), 1e12: (24576, 132)}
 
 
 def shape_of(size: float) -> Shape:
-    """A decoder of about so many weights: 4 h^2 for attention and 8 h^2 for the rest in each layer."""
+    """A decoder with about this many weights: 4 h^2 for attention and 8 h^2 for the rest in each layer."""
     hidden, layers = LAYERS[size]
     inner = round((size / layers - 4 * hidden**2) / (3 * hidden) / 256) * 256
     return Shape(vocabulary=32768, hidden=hidden, inner=inner, layers=layers, heads=hidden // 128)
@@ -62,7 +62,7 @@ def shape_of(size: float) -> Shape:
 
 
 def timed(times: int, do: Any) -> tuple[float, float]:
-    """Median milliseconds, by the clock and of this rank's processor."""
+    """Median milliseconds, wall-clock and CPU time of this rank."""
     wall, cpu = [], []
     for _ in range(times):
         start, busy = time.perf_counter(), time.process_time()
@@ -122,7 +122,7 @@ def here(worlds: list[int], steps: int) -> list[dict[str, float]]:
 
 
 class Lean(nn.Module):
-    """The parameters of a block, in as few operations as use them all."""
+    """The parameters of a block, used by as few operations as possible."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -155,11 +155,11 @@ class LeanDecoder(nn.Module):
 
 
 class Stepper:
-    """Steps of a model on the meta device, and what they took of the processor."""
+    """Steps of a model on the meta device, and their CPU time."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.optimizer = model, AdamWStates(list(model.parameters()), lr=1e-4)
-        self.optimizer.__dict__["_shardproof_steps"] = 10  # the check of the first update looks at values
+        self.optimizer.__dict__["_shardproof_steps"] = 10  # the check of the first update needs values
         self.took: list[float] = []
 
     def step(self) -> None:
@@ -182,18 +182,18 @@ def imagined(size: float, world: int, stage: int, steps: int) -> dict[str, float
         shardproof.shard(model, stage, device="meta", dynamic="never")
         took = time.process_time() - start
         engine: Any = model.__dict__["_shardproof"]
-        engine.invariants.ends = 10  # its checks look at values, too
+        engine.invariants.ends = 10  # its checks need values too
         alone, sharded = Stepper(plain), Stepper(model)
         sharded.step()
         gc.collect()
         kept = tracemalloc.take_snapshot()
         tracemalloc.stop()
         gc.disable()
-        for _ in range(steps):  # in turn, so that a busy moment of the machine meets both
+        for _ in range(steps):  # alternately, so that a busy moment of the machine affects both
             alone.step()
             sharded.step()
         gc.enable()
-        # The quickest is the one that was disturbed least.
+        # The fastest is the least disturbed.
         without, with_engine = min(alone.took), min(sharded.took[1:])
         shard = sum(flat.shard.numel() for flat in engine.flats)
         units = len(engine.units)
@@ -213,13 +213,13 @@ def imagined(size: float, world: int, stage: int, steps: int) -> dict[str, float
 
 
 class Arrived:
-    """A process group whose messages are there at once."""
+    """A process group whose messages arrive at once."""
 
     def send(self, tensors: list[torch.Tensor], *_: Any) -> Arrived:
         return self
 
     def recv(self, tensors: list[torch.Tensor], *_: Any) -> Arrived:
-        tensors[0].fill_(torch.iinfo(torch.int64).min)  # nothing greater than what is here
+        tensors[0].fill_(torch.iinfo(torch.int64).min)  # nothing greater than the local value
         return self
 
     def wait(self) -> None:
@@ -227,7 +227,7 @@ class Arrived:
 
 
 class Wire:
-    """Of what Streams asks of its group, words alone, which are always there: each rank does what this one does."""
+    """The only part of its group that Streams needs here: words, which have always arrived; all ranks do the same."""
 
     group = lost = None
     real = True
@@ -246,7 +246,7 @@ class Wire:
 
 
 def words(worlds: list[int], rounds: int) -> list[dict[str, float]]:
-    """Processor microseconds of a meeting's bookkeeping, without the messages."""
+    """CPU microseconds of a meeting's bookkeeping, without the messages."""
     lines = []
     for world in worlds:
         line: dict[str, float] = {"ranks": world}
@@ -267,7 +267,7 @@ def words(worlds: list[int], rounds: int) -> list[dict[str, float]]:
 
 
 def prepare(streams: Any, world: int) -> None:
-    """What Streams does for itself, without its watchdog, which wants a group that is there."""
+    """The local work of Streams, without its watchdog, which needs a real group."""
     from collections import deque
 
     streams.engines, streams.mine, streams.ranks = {}, deque(), range(world)
@@ -286,7 +286,7 @@ def print_line(part: str, line: dict[str, float]) -> None:
 
 
 def draw(found: dict[str, list[dict[str, float]]], file: Path) -> None:
-    """What there is, one figure a part; without what changes from one drawing to the next."""
+    """One chart per part; the file has nothing that changes from one drawing to the next."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -334,13 +334,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=["here", "imagined", "words"], help="one part")
     parser.add_argument("--here", type=int, nargs="+", default=[1, 2, 4, 8], help="ranks on this machine")
-    parser.add_argument("--worlds", type=int, nargs="+", default=[64, 512, 4096, 16384], help="imagined ranks")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[64, 512, 4096, 16384], help="simulated ranks")
     parser.add_argument("--sizes", type=float, nargs="+", default=list(LAYERS), choices=list(LAYERS), help="weights")
-    parser.add_argument("--stage", type=int, default=3, help="of the imagined ranks")
-    parser.add_argument("--steps", type=int, default=10, help="that are timed")
+    parser.add_argument("--stage", type=int, default=3, help="stage of the simulated ranks")
+    parser.add_argument("--steps", type=int, default=10, help="number of timed steps")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--figures", type=Path, nargs="+", help="do not run: take what was written here")
-    parser.add_argument("--picture", type=Path, help="draw them here")
+    parser.add_argument("--figures", type=Path, nargs="+", help="do not run, but use these files")
+    parser.add_argument("--picture", type=Path, help="draw the results here")
     args = parser.parse_args(argv)
     found: dict[str, list[dict[str, float]]] = {}
     for file in args.figures or []:

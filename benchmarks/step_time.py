@@ -4,18 +4,18 @@
     python benchmarks/step_time.py --engines ddp fsdp2 ours-3 --rounds 20
     python benchmarks/step_time.py --model 150m --engines fsdp2 deepspeed-3 ours-3
     python benchmarks/step_time.py --case lora                       # adapters on a frozen base
-    python benchmarks/step_time.py --case checkpointed               # activations computed again
+    python benchmarks/step_time.py --case checkpointed               # activations recomputed
 
 Every engine holds its own copy of the same decoder (same weights, same data, fp32, AdamW).
-First each must follow one process on the whole batch for a few steps, loss by loss; only
-engines that agree are timed, behind a few more steps: ours compares weights in its first ten (what a forward edits),
-and allocators settle. Then, in every round, each engine runs one step (forward, backward, optimizer),
-in an order drawn anew, so that a slow moment of the machine hits all alike, and no engine always follows the same
-one: what comes after FSDP2 pays for memory that it has given back. A ratio is the median of the ratios within the
-rounds.
+First each must match one process on the full batch for a few steps, loss by loss; only
+engines that agree are timed, after a few more steps: ours compares weights in its first ten (to find edits in
+forward), and allocators settle. Then, in every round, each engine runs one step (forward, backward, optimizer),
+in a new random order, so that a slow moment of the machine affects all equally, and no engine always follows the same
+one: whichever comes after FSDP2 pays for memory that FSDP2 has given back. A ratio is the median of the ratios within
+the rounds.
 
-`alone` is one rank's share of the work without any communication: the same micro-batch, a whole
-model and a whole optimizer per process, all ranks at once. It is a floor for stage 0 and DDP; a
+`alone` is one rank's share of the work without any communication: the same micro-batch, a full
+model and a full optimizer per process, all ranks at once. It is a lower bound for stage 0 and DDP; a
 sharded optimizer step can beat it.
 
 DeepSpeed is optional (`pip install shardproof[peers]`); without it its rows are left out.
@@ -70,7 +70,7 @@ class Setting:
 
 @dataclass
 class Timing:
-    """Seconds of each round: the slowest rank's wall clock, and a rank's mean processor time."""
+    """Seconds of each round: the slowest rank's wall-clock time, and the mean CPU time of a rank."""
 
     wall: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
@@ -90,7 +90,7 @@ def adamw(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
 
 
 def plain_step(model: nn.Module, setting: Setting) -> Step:
-    """The loop everybody writes, for engines that leave it alone."""
+    """The usual loop, for engines that do not change it."""
     optimizer = adamw(model, setting)
 
     def step(tokens: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def fsdp2(reshard: bool | None = None) -> Callable[[Setting], Step]:
 
 
 def ours(stage: int, kept: float = 0.0) -> Callable[[Setting], Step]:
-    """`kept`: the share of the blocks' gathered weights that may stay from one use to the next."""
+    """`kept`: the fraction of the blocks' gathered weights that may stay from one use to the next."""
 
     def make(setting: Setting) -> Step:
         import shardproof
@@ -196,7 +196,7 @@ USUAL = [name for name in ENGINES if not name.endswith(("-half", "-kept"))]
 
 
 def batch(setting: Setting, at: int) -> Tensor:
-    """The whole batch of step `at`, the same on every rank: (world * batch, length + 1)."""
+    """The full batch of step `at`, the same on every rank: (world * batch, length + 1)."""
     source = torch.Generator().manual_seed(1000 + at)
     size = (setting.world * setting.batch, setting.length + 1)
     return torch.randint(shape_of(setting.model).vocabulary, size, generator=source)
@@ -217,13 +217,13 @@ def follow(step: Step, setting: Setting, rank: int) -> list[float]:
 
 
 def reference(setting: Setting) -> list[float]:
-    """Losses of one process on the whole batch."""
+    """Losses of one process on the full batch."""
     step = alone(setting)
     return [step(batch(setting, at)).item() for at in range(setting.check)]
 
 
 def prepare(setting: Setting, rank: int) -> tuple[dict[str, Step], dict[str, float]]:
-    """Build every engine and hold it against the reference.
+    """Build every engine and compare it with the reference.
 
     Returns the steps, and each engine's largest relative distance in loss."""
     wanted = reference(setting)
@@ -231,7 +231,7 @@ def prepare(setting: Setting, rank: int) -> tuple[dict[str, Step], dict[str, flo
     errors: dict[str, float] = {}
     for name in setting.engines:
         steps[name] = ENGINES[name](setting)
-        if name == "alone":  # sees one rank's data only: nothing to compare
+        if name == "alone":  # sees only one rank's data: nothing to compare
             follow(steps[name], setting, rank)
             continue
         found = follow(steps[name], setting, rank)
@@ -325,7 +325,7 @@ def worker(rank: int, setting: Setting, json_path: str | None) -> None:
 
 
 def quiet() -> None:
-    """DeepSpeed logs every setting, torch warns of renamed functions: neither is a result."""
+    """DeepSpeed logs every setting, and torch warns about renamed functions: neither is a result."""
     import logging
 
     warnings.filterwarnings("ignore")
@@ -334,7 +334,7 @@ def quiet() -> None:
 
 
 def leave_out(names: list[str], reasons: dict[str, str]) -> list[str]:
-    """`names` without the engines of the families in `reasons`; says which, and why."""
+    """`names` without the engines of the families in `reasons`; prints which are left out, and why."""
     for family, reason in reasons.items():
         left_out = [name for name in names if name.startswith(family)]
         if left_out:
@@ -368,7 +368,7 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=["plain", "foreach", "fused"], default="fused")
     parser.add_argument("--clip", type=float, help="clip the gradient to this norm")
     parser.add_argument("--check", type=int, default=3, help="steps whose losses must agree before timing")
-    parser.add_argument("--warm", type=int, default=9, help="steps of each engine behind those that are not timed")
+    parser.add_argument("--warm", type=int, default=9, help="further untimed steps of each engine")
     parser.add_argument("--tolerance", type=float, default=2e-5, help="relative, on those losses")
     parser.add_argument("--json", metavar="FILE", help="write every measurement here")
     args = parser.parse_args()

@@ -1,35 +1,35 @@
-"""How many tokens a second, and what part of its matrix rate, does an accelerator reach in training with each engine?
+"""How many tokens per second, and what fraction of its matrix rate, does an accelerator reach with each engine?
 
     python benchmarks/throughput.py                                         # 0.5 B, every weight trained
     python benchmarks/throughput.py --model 3b --case lora
     python benchmarks/throughput.py --model 7b --json 7b.json
     python benchmarks/throughput.py --offload --model 3b --pretend-memory 24   # larger than the card
 
-One process and one accelerator, of any kind that torch knows; on a machine without one a tiny model runs on the CPU,
-which shows that the script works and says nothing about any accelerator.
+One process and one accelerator, of any kind that torch supports; on a machine without one a tiny model runs on the CPU,
+which shows that the script works but says nothing about accelerators.
 
-Models have the shapes of Qwen2.5 and weights by chance. Rows are packed: `--length` tokens of `--documents` documents
+Models have the shapes of Qwen2.5 and random weights. Rows are packed: `--length` tokens from `--documents` documents
 that do not see each other. A step is forward and backward of `--accumulate` micro-batches of `--rows` rows, clipping
-to 1.0, and AdamW. All engines compute in bf16, and keep masters, sums of gradients and AdamW's state in fp32: 16 bytes
-for each trained weight, and 2 more for a copy to compute with. So 7.6 B weights take 137 GB, and what is left of
-139 GiB is enough with activations computed again (as with `--offload`) and without the logits, which no engine ever
-holds (`linear_cross_entropy`; before torch 2.13 they are computed again in parts). `--eight-bits` (bitsandbytes' AdamW,
-which knows no FSDP2) leaves room for the activations.
+to 1.0, and AdamW. All engines compute in bf16, and keep masters, accumulated gradients and AdamW's state in fp32: 16
+bytes per trained weight, plus 2 for a copy to compute with. So 7.6 B weights take 137 GB, and the rest of 139 GiB is
+enough if activations are recomputed (as with `--offload`) and without the logits, which no engine ever holds
+(`linear_cross_entropy`; before torch 2.13 they are recomputed in parts). `--eight-bits` (bitsandbytes' AdamW, which
+does not support FSDP2) leaves room for the activations.
 With LoRA (rank 16, all linear layers) the base is bf16 and frozen.
 
-- `plain`: a bf16 model, fp32 masters beside it, gradients added to those as backward makes them: the least that the
-  loop can be. `autocast`: what people write, fp32 weights under `torch.autocast`.
-- `fsdp2`: `fully_shard` of each block and of the model, MixedPrecisionPolicy(bf16, reduce fp32).
-- `trainer`: transformers' Trainer with `bf16=True` (autocast); `ours-trainer` on our engine, at stage 3.
-- `ours-0`, `ours-3`: the loop of `plain` over `shardproof.shard` at stage 0 and 3.
+- `plain`: a bf16 model, fp32 masters beside it, gradients added to those as backward produces them: the minimal
+  loop. `autocast`: what people usually write, fp32 weights under `torch.autocast`.
+- `fsdp2`: `fully_shard` on each block and on the model, MixedPrecisionPolicy(bf16, reduce fp32).
+- `trainer`: transformers' Trainer with `bf16=True` (autocast); `ours-trainer`: on our engine, at stage 3.
+- `ours-0`, `ours-3`: the loop of `plain` with `shardproof.shard` at stages 0 and 3.
 - with `--offload`: `ours-optimizer`, `ours-all` and (`--nvme FOLDER`) `ours-nvme` at stage 3; `fsdp2-offload`.
 
-Engines do not fit beside each other, so each has processes of its own, in turn, in an order that rotates over
-`--rounds`; in each it takes `--warm` steps (more than ten: in so many, ours compares weights after each block, to see
-what code changes behind torch's back) and then `--steps` that are timed as one (the host may run ahead). A ratio
-is the median of the ratios within rounds; that to `plain` is the engine's overhead. Losses must be those of the first
-engine. What does not fit is said not to, and is no error. Each process has a line when it is through, and `--json` is
-written anew: of a run that is ended, or in which an engine fails, the rest is there.
+Engines do not fit into memory together, so each runs in its own process, in turn, in an order that rotates over
+`--rounds`; in each it takes `--warm` steps (more than ten, because in its first ten ours compares weights after each
+block, to find edits behind torch's back) and then `--steps` that are timed as one (the host may run ahead). A ratio is
+the median of the ratios within rounds; the ratio to `plain` is the engine's overhead. Losses must equal those of the
+first engine. An engine that does not fit is reported, and is not an error. A line is printed after each process, and
+`--json` is rewritten: if a run is interrupted or an engine fails, the other results are there.
 
 MFU is the rate of the model's floating-point operations (`qwen.py` says which, and after whom) beside that of a product
 of two bf16 matrices of 8192 x 8192, which every process measures first on the same card.
@@ -61,7 +61,7 @@ from torch import Tensor, nn
 
 LOOPS = ["plain", "autocast", "fsdp2", "trainer", "ours-0", "ours-3", "ours-trainer"]
 ELSEWHERE = ["ours-3", "ours-optimizer", "ours-all", "ours-nvme", "fsdp2-offload"]
-ROUNDED_ELSEWHERE = ("autocast", "trainer")  # norms in fp32, and weights cast at each use: other losses in bf16
+ROUNDED_ELSEWHERE = ("autocast", "trainer")  # fp32 norms, weights cast at each use: losses differ in bf16
 
 
 # --- the engines: each is a function from a setting to "take one step, return the loss" ------------------
@@ -85,8 +85,8 @@ def loop(
     around: Callable[[], Any] = contextlib.nullcontext,
     hold: Callable[[], Any] = contextlib.nullcontext,
 ) -> Step:
-    """Forward and backward of each micro-batch, clipping, update. `around` is around each forward pass, `hold` around
-    all micro-batches but the last: gradients only add up there."""
+    """Forward and backward of each micro-batch, clipping, update. `around` wraps each forward pass, `hold` wraps all
+    micro-batches but the last, whose gradients are only accumulated."""
 
     def step(micros: list[dict[str, Tensor]]) -> Tensor:
         losses = []
@@ -107,7 +107,7 @@ def loop(
 def plain(setting: Setting, device: torch.device) -> Step:
     model = build(setting, device, torch.bfloat16)
     pairs = [(p, p.detach().float().requires_grad_()) for p in model.parameters() if p.requires_grad]
-    drawn = dict(build(setting, device, torch.float32).named_parameters())  # not what bf16 has left of them
+    drawn = dict(build(setting, device, torch.float32).named_parameters())  # not rounded to bf16
     for (_, master), name in zip(pairs, (n for n, p in model.named_parameters() if p.requires_grad), strict=True):
         master.data.copy_(drawn[name])
     del drawn
@@ -205,7 +205,7 @@ def work(_: int, setting: Setting, folder: str) -> None:
 
     device = device_here()
     if setting.engine.startswith("fsdp2"):
-        # No backend: one for each device there is. What FSDP2 keeps elsewhere is clipped on the CPU.
+        # No backend given: one for each device. FSDP2 clips offloaded gradients on the CPU.
         dist.init_process_group(init_method=f"file://{folder}/store", rank=0, world_size=1)
     told: dict[str, Any] = {"rate": matrix_rate(device)}
     limit_memory(device, setting.memory)
@@ -224,7 +224,7 @@ def ran(setting: Setting) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             mp.spawn(work, args=(setting, folder), nprocs=1)
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as problem:  # the others are still to be measured
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as problem:  # the others are still measured
             return {"failed": str(problem)}
         return dict(json.loads(Path(folder, "told.json").read_text(encoding="utf-8")))
 
@@ -233,7 +233,7 @@ def ran(setting: Setting) -> dict[str, Any]:
 
 
 def check(name: str, losses: list[float], other: str, wanted: list[float], tolerance: float) -> float:
-    """The largest relative distance of a loss from those of the engine `other`."""
+    """The largest relative difference in loss from the engine `other`."""
     errors = [abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)]
     tolerance *= 10 if {name, other} & {*ROUNDED_ELSEWHERE} else 1
     if not all(error <= tolerance for error in errors):  # nan is not
@@ -244,7 +244,7 @@ def check(name: str, losses: list[float], other: str, wanted: list[float], toler
 def measure(
     names: list[str], setting: Setting, rounds: int, tolerance: float, keep: Callable[[Any], None] = lambda told: None
 ) -> dict[str, Any]:
-    """For each engine what its processes told, round by round. `keep` is called with what there is after each."""
+    """The results of each engine's processes, round by round. `keep` is called with the results so far after each."""
     told: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     wanted: tuple[str, list[float]] | None = None
     for turn in range(rounds):
@@ -320,25 +320,25 @@ def parsed() -> argparse.Namespace:
     here = device_here().type != "cpu"
     parser.add_argument("--model", choices=list(SHAPES), default="0.5b" if here else "tiny")
     parser.add_argument("--case", choices=["full", "lora"], default="full")
-    parser.add_argument("--offload", action="store_true", help="the engines that keep things elsewhere")
-    parser.add_argument("--nvme", metavar="FOLDER", help="with --offload: try files here, too")
-    parser.add_argument("--pretend-memory", type=float, metavar="GB", help="take the accelerator to have so much")
+    parser.add_argument("--offload", action="store_true", help="the engines with offloading")
+    parser.add_argument("--nvme", metavar="FOLDER", help="with --offload: also offload to files here")
+    parser.add_argument("--pretend-memory", type=float, metavar="GB", help="pretend that the accelerator has this much")
     parser.add_argument("--engines", nargs="+", choices=[*LOOPS, *ELSEWHERE[1:]], help="default: all of the case")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8, help="timed, of each engine in a round")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each engine per round")
     parser.add_argument(
-        "--warm", type=int, default=WARM, help="steps before these; in its first ten, ours looks for edits"
+        "--warm", type=int, default=WARM, help="untimed steps before them; in its first ten, ours looks for edits"
     )
-    parser.add_argument("--rows", type=int, help="of a micro-batch (default: by the model)")
-    parser.add_argument("--accumulate", type=int, help="micro-batches of a step (default: by the model)")
-    parser.add_argument("--length", type=int, default=4096 if here else 64, help="tokens of a row")
+    parser.add_argument("--rows", type=int, help="per micro-batch (default: by the model)")
+    parser.add_argument("--accumulate", type=int, help="micro-batches per step (default: by the model)")
+    parser.add_argument("--length", type=int, default=4096 if here else 64, help="tokens per row")
     parser.add_argument("--documents", type=int, default=4, help="packed into a row")
     parser.add_argument("--checkpointing", choices=["yes", "no"], help="default: by the model")
     parser.add_argument("--compile", action="store_true", help="each block, with torch.compile")
     parser.add_argument("--eight-bits", action="store_true", help="AdamW's state in 8 bits (bitsandbytes)")
-    parser.add_argument("--attn", default="varlen", help="attention of transformers, or ours (varlen)")
+    parser.add_argument("--attn", default="varlen", help="attention from transformers, or ours (varlen)")
     parser.add_argument(
-        "--tolerance", type=float, default=5e-3, help="relative, on losses; ten times where rounding differs"
+        "--tolerance", type=float, default=5e-3, help="relative, on losses; ten times this if rounding differs"
     )
     parser.add_argument("--json", metavar="FILE", help="write every measurement here")
     return parser.parse_args()
@@ -368,7 +368,7 @@ def main() -> None:
         memory=options.pretend_memory,
         nvme=options.nvme,
     )
-    # Buffers come and go in many sizes, and some models all but fill the card: segments that grow leave no gaps.
+    # Buffers have many sizes, and some models nearly fill the card: expandable segments leave no gaps.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
     def of_rounds(told: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], float]:

@@ -1,13 +1,13 @@
-"""How long is a step of transformers' Trainer with each engine under it?
+"""How long is a step of transformers' Trainer on each engine?
 
     python benchmarks/trainers.py                                # Llama of 34 M parameters, 2 ranks
     python benchmarks/trainers.py --engines ddp deepspeed-3 ours-3 --rounds 3 --world 4
 
-Trainer keeps one engine for the life of a process. So each engine gets processes of its own, in turn, for `--rounds`
-rounds; in each it trains the same model from the same weights on the same rows, and its losses must be those of one
-process. A time is the median over steps without the first three; a ratio is the median of those within rounds.
+Trainer keeps one engine for the life of a process. So each engine gets its own processes, in turn, for `--rounds`
+rounds; in each it trains the same model from the same weights on the same rows, and its losses must equal those of one
+process. A time is the median over steps except the first three; a ratio is the median of the ratios within rounds.
 
-Accelerate turns FSDP on for accelerators only: on a CPU there is no FSDP2 under Trainer, and the script says so.
+Accelerate enables FSDP only on accelerators: on a CPU there is no FSDP2 under Trainer, and the script says so.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def arguments(engine: str, options: argparse.Namespace, folder: str, world: int)
     family, _, stage = engine.partition("-")
     more: dict[str, Any] = {"use_cpu": not torch.accelerator.is_available()}
     if family == "deepspeed":
-        more["use_cpu"] = False  # Accelerate leaves DeepSpeed out where it is told of a CPU
-        more["accelerator_config"] = {"use_configured_state": True}  # what `meet_under_deepspeed` has made
+        more["use_cpu"] = False  # otherwise Accelerate does not use DeepSpeed
+        more["accelerator_config"] = {"use_configured_state": True}  # made by `meet_under_deepspeed`
         more["deepspeed"] = {
             "train_micro_batch_size_per_gpu": options.batch,
             "gradient_accumulation_steps": 1,
@@ -87,7 +87,7 @@ def arguments(engine: str, options: argparse.Namespace, folder: str, world: int)
 
 
 def meet_under_deepspeed() -> None:
-    """Accelerate knows of no backend for DeepSpeed on a CPU, and each process would train by itself."""
+    """Accelerate has no backend for DeepSpeed on a CPU, so each process would train by itself."""
     from accelerate import PartialState
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -162,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world", type=int, default=2, help="ranks, one thread each")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=12, help="of each engine in a round")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each engine per round")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--model", choices=list(SIZES), default="34m")
     parser.add_argument("--batch", type=int, default=2, help="rows per rank")

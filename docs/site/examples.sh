@@ -1,5 +1,5 @@
-# The examples on the pages of the commands. They run as they stand, from top to bottom, without a GPU or a download:
-# tests/cli/test_examples.py does it. What belongs to a command stands below its name.
+# The examples on the command pages. They run unchanged, from top to bottom, without a GPU or a download, as
+# tests/cli/test_examples.py does. The lines below a command's name belong to that command.
 
 # demo
 shardproof demo --max-steps 20 --output-dir runs/demo

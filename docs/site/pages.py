@@ -1,6 +1,6 @@
-"""Hooks of mkdocs: the pages that are made from the program, and links that leave the folder of the pages.
+"""mkdocs hooks: pages generated from the program, and links that leave the docs folder.
 
-Hooks rather than a plugin that writes files: mkdocs has all that is needed.
+Hooks rather than a plugin that writes files: mkdocs itself suffices.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from shardproof.cli.table import parser_of
 from shardproof.doctor.known.errors import KNOWN
 
 ROOT = Path(__file__).parents[2]
-# Pages that stand elsewhere in the repository.
+# Pages that are elsewhere in the repository.
 ELSEWHERE = {
     "index.md": "README.md",
     "zh/index.md": "README.zh-CN.md",
     "changes.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
 }
-# By command: what stands below its name in the file.
+# By command: the lines below its name in the file.
 _examples = Path(__file__).with_name("examples.sh").read_text()
 EXAMPLES = dict(re.findall(r"^# (\w+)\n(.+?)\n(?=\n|\Z)", _examples, re.M | re.S))
 THREAD = "https://github.com/{0}/issues/{1}"
@@ -33,7 +33,7 @@ INTEGRATIONS = ("transformers", "accelerate", "pretrained", "resume")
 
 
 def on_config(config: Any) -> Any:
-    """The section of commands lists what there is."""
+    """Fills the section of commands."""
     for entry in config.nav:
         if "Commands" in entry:
             entry["Commands"] = [{name: f"commands/{name}.md"} for name in COMMANDS]
@@ -50,7 +50,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """A link to a page stays one, whichever folder it was written for; one to any other file becomes its name."""
+    """Links to pages keep working, whichever folder they were written for; links to other files become plain text."""
     source = ROOT / ELSEWHERE.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     here = {str((ROOT / "docs" / file.src_uri).resolve()): file.src_uri for file in files}
     here |= {str(ROOT / there): name for name, there in ELSEWHERE.items()}
@@ -70,7 +70,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def command_page(name: str) -> str:
-    """What `--help` says of every group of options, and examples."""
+    """The `--help` text of every group of options, and examples."""
     parser = parser_of(name)
     lines = [f"# shardproof {name}", "", escaped(parser.description or COMMANDS[name]), "", "```console"]
     lines += [f"$ shardproof {name} --help", parser.format_usage().strip(), "```", ""]
@@ -95,14 +95,14 @@ def row(action: argparse.Action) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text of a terminal, as Markdown."""
+    """Terminal text as Markdown."""
     return re.sub(r"([|<>*_\[\]`])", r"\\\1", text)
 
 
 def troubleshooting() -> str:
     """The errors that `shardproof explain` knows."""
     lines = ["# Troubleshooting by error message", ""]
-    lines += ['`shardproof explain "TEXT"` finds the entry for a text. What is known, from public threads:', ""]
+    lines += ['`shardproof explain "TEXT"` finds the entry for a text. These are known, from public threads:', ""]
     for known in KNOWN:
         lines += [f"## {known.name}", "", f"*{known.engines}.* {escaped(known.means)}", ""]
         lines += ["Texts (regular expressions):", "", "```text", *known.patterns, "```", ""]
@@ -114,11 +114,11 @@ def troubleshooting() -> str:
 
 
 def interface() -> str:
-    """The docstrings of what is public."""
+    """The docstrings of the public names."""
     lines = [
         "# Python interface",
         "",
-        "`import shardproof` has most of it; integrations are imported by name.",
+        "`import shardproof` provides most names; integrations are imported by module.",
         "",
     ]
     for module in (*MODULES, *(f"shardproof.integrations.{name}" for name in INTEGRATIONS)):

@@ -1,10 +1,10 @@
-"""Which digit is this? Scans of digits, recordings of spoken ones and questions in words, in one shuffled file.
+"""Which digit is this? Scans of digits, recordings of spoken digits and questions in words, in one shuffled file.
 
-    python digits.py data OUT --sounds FSDD     rows to train on and to test with (without --sounds: no recordings)
+    python digits.py data OUT --sounds FSDD     training and test rows (without --sounds: no recordings)
     python digits.py model OUT --kind omni      OUT/model: a small Qwen2.5-Omni, or with `minicpm` a small MiniCPM-V
-    python digits.py score RUN OUT/test.jsonl   how many of the held-out questions the model of a run answers rightly
+    python digits.py score RUN OUT/test.jsonl   how many held-out questions a run's model answers correctly
 
-The scans are those that scikit-learn brings along. FSDD is the folder of recordings of the Free Spoken Digit Dataset
+The scans come with scikit-learn. FSDD is the folder of recordings of the Free Spoken Digit Dataset
 (github.com/Jakobovski/free-spoken-digit-dataset, CC BY-SA 4.0): 8 kHz, named digit_speaker_number.wav.
 """
 
@@ -24,7 +24,7 @@ HELD_OUT = 5  # the last recording of each digit by each speaker, and every sixt
 
 
 def write_data(out: Path, sounds: Path | None, scans: int) -> None:
-    """Write train.jsonl and test.jsonl, and beside them the files that their rows name."""
+    """Write train.jsonl and test.jsonl, and next to them the files that their rows name."""
     rows = _scans(out / "scans", scans) + (_recordings(out / "sounds", sounds) if sounds else [])
     train = [row for row, held_out in rows if not held_out] + _words()
     test = [row for row, held_out in rows if held_out]
@@ -57,7 +57,7 @@ def _recordings(folder: Path, sounds: Path) -> list[tuple[dict[str, object], boo
     rows = []
     for file in sorted(sounds.glob("*.wav")):
         digit, _, number = file.stem.split("_")
-        shutil.copy(file, folder / file.name)  # a run reads nothing outside of the folder of its rows
+        shutil.copy(file, folder / file.name)  # a run reads nothing outside the folder of its rows
         rows.append((_row("audio", f"{folder.name}/{file.name}", int(digit)), int(number) == HELD_OUT))
     if not rows:
         raise SystemExit(f"There is no .wav in {sounds}.")
@@ -85,7 +85,7 @@ def write_model(out: Path, kind: str) -> None:
 
 
 def score(run: Path, test: Path) -> dict[str, tuple[int, int]]:
-    """For each kind of file, how many answers were right, of how many."""
+    """For each kind of file: the number of correct answers, and of all."""
     from shardproof.data.rows import read_rows
     from shardproof.train.answers.chat import Chat, Sampling
     from shardproof.train.answers.loaded import model_folder

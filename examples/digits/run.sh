@@ -1,10 +1,10 @@
 #!/bin/sh
-# Which digit is this? Pictures, sounds and words in one file: sh examples/digits/run.sh OUTPUT_FOLDER [FSDD_FOLDER]
+# Which digit is this? Images, audio and words in one file: sh examples/digits/run.sh OUTPUT_FOLDER [FSDD_FOLDER]
 #
-# A small Qwen2.5-Omni learns on two processes at stage 3, a small MiniCPM-V (which does not hear) on four; both are made
-# on the spot, no GPU is needed. FSDD_FOLDER holds the recordings of https://github.com/Jakobovski/free-spoken-digit-dataset;
-# without it there are pictures and words. Needs scikit-learn and the packages of 'shardproof[train,media]'. Where it was
-# ended, the same command goes on.
+# A small Qwen2.5-Omni trains on two processes at stage 3, a small MiniCPM-V (without audio) on four; both are created
+# on the spot, and no GPU is needed. FSDD_FOLDER holds the recordings of https://github.com/Jakobovski/free-spoken-digit-dataset;
+# without it there are only images and words. Needs scikit-learn and 'shardproof[train,media]'. If interrupted, run the
+# same command again to continue.
 set -eu
 out=$1
 sounds=${2:+--sounds $2}

@@ -1,4 +1,4 @@
-"""An environment: the model guesses a number, and is told whether it is higher or lower.
+"""An environment: the model guesses a number, and is told whether the right one is higher or lower.
 
 Rows have the number: {"query": "Guess my number, from 1 to 100.", "number": 42}
 """
@@ -14,7 +14,7 @@ class Guessing:
     def reset(self, number: int, **columns: Any) -> str | None:
         self.number = number
         self.guesses: list[int] = []
-        return None  # a text would be put behind the question
+        return None  # returned text would be appended to the question
 
     def guess(self, number: int) -> str:
         """Guess the number.
@@ -31,5 +31,5 @@ class Guessing:
         return "higher" if self.number > number else "lower"
 
     def get_reward(self) -> float:
-        """1 for a number that is found, less for each guess; 0 for one that is not."""
+        """1 if the number is found, less for each guess; 0 if it is not."""
         return 1.0 / len(self.guesses) ** 0.5 if self.number in self.guesses else 0.0

@@ -1,4 +1,4 @@
-"""Pairs for DPO from solutions that were checked: python pairs.py example_model_solutions.jsonl > pairs.jsonl
+"""Pairs for DPO from checked solutions: python pairs.py example_model_solutions.jsonl > pairs.jsonl
 
 Reads GSM8K's file of model solutions (a row has a question and solutions by several models, each with `is_correct`).
 Writes a pair for every question that one model solved and another did not.

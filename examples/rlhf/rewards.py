@@ -1,6 +1,7 @@
-"""A reward of one's own: --reward-funcs examples/rlhf/rewards.py:steps
+"""A custom reward: --reward-funcs examples/rlhf/rewards.py:steps
 
-A reward function gets what was generated, and every column of the rows under its name; it returns a number for each.
+A reward function gets the completions, and every column of the rows under its name; it returns a number for each
+completion.
 """
 
 import re

@@ -1,10 +1,10 @@
 #!/bin/sh
 # DPO and GRPO on GSM8K, from the command line: sh examples/rlhf/run.sh GSM8K_FOLDER OUTPUT_FOLDER
 #
-# The model is the embedded one, two million weights made on the spot, so it first learns from worked solutions what an
-# answer looks like. Everything runs at stage 3 on two processes, with reentrant checkpointing; no GPU is needed.
+# The model is the built-in tiny one, with two million weights created on the spot, so it first learns from worked
+# solutions what an answer looks like. Everything runs at stage 3 on two processes, with reentrant checkpointing; no GPU is needed.
 # GSM8K_FOLDER holds train.jsonl and example_model_solutions.jsonl of https://github.com/openai/grade-school-math.
-# Where it was ended, the same command goes on.
+# If interrupted, run the same command again to continue.
 set -eu
 data=$1
 out=$2

@@ -1,6 +1,6 @@
-"""An environment: the model hands its answer in, and is told where it is wrong, so that it can try again.
+"""An environment: the model hands in its answer, and is told if it is wrong, so that it can try again.
 
-It does what a scheduler of turns does in ms-swift. Rows have the answer, too:
+It replaces a multi-turn scheduler of ms-swift. Rows also contain the answer:
 {"query": "What is 12 * 12?", "solution": "144"}
 """
 
@@ -26,7 +26,7 @@ class SecondTry:
         Returns:
             Whether it is right.
         """
-        self.tries.append(str(answer).strip())  # models hand in numbers, too, whatever they are told
+        self.tries.append(str(answer).strip())  # models also hand in numbers, whatever they are told
         if self.right:
             return "Right."
         return "That is wrong. Look for the mistake, and try again." if len(self.tries) < 2 else "That is wrong, too."
@@ -36,5 +36,5 @@ class SecondTry:
         return bool(self.tries) and self.tries[-1] == self.solution
 
     def get_reward(self) -> float:
-        """1 for a right answer, a little less at the second try; 0 for none, or one that was tried too often."""
+        """1 for a right answer, a little less on the second try; 0 for none, or after too many tries."""
         return 1.0 - 0.2 * (len(self.tries) - 1) if self.right and len(self.tries) <= 2 else 0.0

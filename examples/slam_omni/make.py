@@ -1,4 +1,4 @@
-"""What to train on, without a download: a tiny Qwen with audio tokens, and rows, half of them spoken.
+"""Something to train on, without a download: a tiny Qwen with audio tokens, and rows, half of them spoken.
 
 python make.py FOLDER writes a model folder with rows.jsonl and val.jsonl in it.
 """
@@ -13,12 +13,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from shardproof.models.tiny import train_tokenizer
 
-AUDIO, LAYERS = 64, 3  # tokens of the codec, and how many of them are a group
+AUDIO, LAYERS = 64, 3  # tokens of the codec, and the number of tokens in a group
 NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 
 
 def codec(text: str) -> list[list[int]]:
-    """In place of a real one: a group of tokens for each letter."""
+    """Stands in for a real codec: a group of tokens for each letter."""
     return [[(ord(letter) * (layer + 3) + layer) % AUDIO for layer in range(LAYERS)] for letter in text]
 
 

@@ -1,4 +1,4 @@
-"""A language model that speaks: audio tokens beside text tokens, several of them decoded at once.
+"""A language model that speaks: audio tokens in addition to text tokens, several decoded at once.
 
 The idea is that of SLAM-Omni (https://arxiv.org/abs/2412.15649): the vocabulary of a Qwen is extended by that of an
 audio codec, and a `GroupDecodeAdapter` turns the audio part of the logits at one position into a whole group of audio
@@ -21,8 +21,8 @@ import shardproof
 
 
 class GroupDecodeAdapter(nn.Module):
-    """From the audio part of the logits, (rows, length, vocabulary), to those of each layer of a group, (rows, length,
-    layers, vocabulary)."""
+    """From the audio part of the logits, (rows, length, vocabulary), to the logits of each layer of a group, (rows,
+    length, layers, vocabulary)."""
 
     def __init__(self, audio_vocabulary: int, code_layer: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class GroupDecodeAdapter(nn.Module):
 
 @dataclass
 class Spoken(CausalLMOutputWithPast):
-    """What the model returns; without sound there are no `layers`, the logits of groups, and no `codes` to compare."""
+    """The model's output; without audio there are no `layers`, the logits of groups, and no `codes` to compare with."""
 
     layers: Tensor | None = None
     codes: Tensor | None = None
@@ -43,7 +43,7 @@ class Spoken(CausalLMOutputWithPast):
 
 @shardproof.register_model("slam_omni")
 class SlamOmni(Qwen3ForCausalLM):
-    """A Qwen whose last `config.audio_vocabulary` tokens are sound, `config.code_layer` of them at a time."""
+    """A Qwen whose last `config.audio_vocabulary` tokens are audio, decoded `config.code_layer` at a time."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -58,8 +58,8 @@ class SlamOmni(Qwen3ForCausalLM):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Spoken:
-        """`labels`, (rows, length), are those of text and sound in one; `num_items_in_batch` is how many of them are
-        learnt in the step, on all ranks."""
+        """`labels`, (rows, length), cover text and audio together; `num_items_in_batch` is the number of labels
+        learned in the step, on all ranks."""
         outputs = Spoken(**super().forward(input_ids, **kwargs))
         if labels is None:
             return outputs
@@ -70,7 +70,7 @@ class SlamOmni(Qwen3ForCausalLM):
             outputs.codes = (labels - self.first_sound).masked_fill(~sound, -100)
             loss = loss + loss_over_layers(outputs.layers, outputs.codes)
         else:
-            # No sound in this batch: under DDP a parameter without a gradient is an error, and so the adapter gets one.
+            # No audio in this batch: under DDP a parameter without a gradient is an error, so the adapter gets one.
             loss = loss + sum(p.sum() for p in self.group_decode_adapter.parameters()) * 0.0
         outputs.loss = loss / (labels[:, 1:].ne(-100).sum() if num_items_in_batch is None else num_items_in_batch)
         return outputs
@@ -81,7 +81,7 @@ def summed(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def each_layer(logits: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The logits of each layer beside what they should say: layer k speaks of the token k + 1 further on."""
+    """The logits of each layer with their targets: layer k predicts the token k + 1 positions ahead."""
     for k in range(logits.shape[2]):
         yield logits[:, : -(k + 1), k], codes[:, k + 1 :]
 
@@ -93,7 +93,7 @@ def loss_over_layers(logits: Tensor, codes: Tensor) -> Tensor:
 
 @shardproof.register_metric("codes")
 def codes(outputs: Spoken, labels: Tensor) -> tuple[Any, Any]:
-    """The share of audio tokens that the layers get right."""
+    """The share of audio tokens that the layers predict correctly."""
     if outputs.layers is None or outputs.codes is None:
         return 0, 0
     pairs = list(each_layer(outputs.layers.argmax(-1), outputs.codes))
@@ -102,6 +102,6 @@ def codes(outputs: Spoken, labels: Tensor) -> tuple[Any, Any]:
 
 @shardproof.register_row_format("spoken")
 def spoken(record: dict[str, Any]) -> dict[str, Any]:
-    """`question`, `answer`, and `codes` where the answer is to be spoken: a list of groups of audio tokens."""
+    """`question`, `answer`, and `codes` if the answer is spoken: a list of groups of audio tokens."""
     sounds = "".join(f"<|audio_{code}|>" for group in record.get("codes") or [] for code in group)
     return {"query": record["question"], "response": record["answer"] + sounds}

@@ -23,22 +23,22 @@ REPEAT = "make cases"
 
 HEAD = """# The casebook
 
-What people do with language models that breaks when the sharding strategy changes, from public threads; each case
-is a small file in `src/shardproof/casebook/cases/`. Every engine runs the same script. What must come out is what
-one process gives that sees the data of all ranks: losses, gradient norms, generated tokens, saved files, and the
-whole weights at the end, in fp32 to a relative error of 1e-5 (the few exceptions are in the case's file).
+What people do with language models that breaks when the sharding strategy changes, from public threads. Each case
+is a small file in `src/shardproof/casebook/cases/`. Every engine runs the same script. Its results must equal those
+of one process that sees the data of all ranks: losses, gradient norms, generated tokens, saved files, and the full
+weights at the end, in fp32 to a relative error of 1e-5 (the few exceptions are in the case's file).
 
-This page is generated from `casebook.json` by `{repeat}`. {date}, {world} ranks, gloo, CPU, {limit:.0f} seconds for
-a case. {versions}.
+This page is generated from `casebook.json` by `{repeat}`. {date}, {world} ranks, gloo, CPU, {limit:.0f} seconds per
+case. {versions}.
 
-- **equal**: the numbers of one process. **wrong**: other numbers and no error, with the largest relative error.
-  **error**: an exception. **hang**: nothing within the time limit, and no rank computes. **n/a**: cannot be written
-  for this engine.
+- **equal**: the numbers of one process. **wrong**: different numbers without an exception, with the largest relative
+  error. **error**: an exception. **hang**: no result within the time limit, and no rank computes. **n/a**: cannot be
+  written for this engine.
 - Peers run as documented: DDP plain, FSDP2 with `fully_shard` on every block and the model, DeepSpeed's ZeRO with
-  torch's optimizer and its thresholds for small parameters at zero, so that a small model is sharded as a large one
-  is. What is not equal is run again in fresh processes, and that counts.
+  torch's optimizer and its thresholds for small parameters at zero, so that a small model is sharded like a large
+  one. A result that is not equal is run again in fresh processes, and the second result counts.
 - `a > b`: the case as it is, then with a setting that the peer documents for it, which is named below the table.
-  Ours has no settings.
+  Ours has no such settings.
 """
 
 
