@@ -1,9 +1,9 @@
-"""Gathering as an autograd function, and what saved tensors become.
+"""Gathering as an autograd function, and the hooks for saved tensors.
 
 [Note: why an autograd function]
 Autograd itself guarantees that the backward of a gather runs after every consumer of that gather has
 contributed. A block used twice is gathered twice and reduced twice, and since reduction is linear the
-sum is right. There is no "ready" flag that could be set twice and nothing that must happen once.
+sum is right. There is no "ready" flag that could be set twice, and nothing that must happen exactly once.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from shardproof.zero.units.flat import Flat
 
 
-# Elements. Up to here a node of its own costs more (some 35 us of Python) than a gradient that has left the cache. What
-# an accelerator copies has left it in any case: there a node is for gradients that would take much memory together.
+# Elements. Below this, a separate node costs more (some 35 us of Python) than copying a gradient that has left the
+# cache. On an accelerator it has left it anyway; there, separate nodes only keep large gradients from piling up.
 SMALL, SMALL_QUEUED = 2**17, 2**23
-# Inside, those of torch.func (vmap, grad, jvp ...) are not there: what is gathered is plain to them, a constant.
+# Suspends the transforms of torch.func (vmap, grad, jvp ...): gathered values are plain constants to them.
 outside_transforms = pyfunctorch.temporarily_clear_interpreter_stack
 _transforms: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 _FIRST = 2**64 - 1  # the sequence number of torch's own AccumulateGrad
@@ -48,13 +48,13 @@ def _outside_modes() -> Iterator[None]:
 
 
 def plainly() -> AbstractContextManager[None]:
-    """As where no mode is on: what is gathered may be needed outside of the one in which it is."""
+    """Outside of all modes: gathered values may be needed after the current mode has ended."""
     plain = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and _transforms() is None
     return nullcontext() if plain else _outside_modes()
 
 
 def unshard(flat: Flat, indices: Sequence[int]) -> list[torch.Tensor]:
-    """Parameters of an acquired flat as whole, plain views of its gathered buffer, connected to autograd. Call it
+    """Parameters of an acquired flat as whole, plain views of its gathered buffer, connected to autograd. To be called
     `outside_transforms`."""
     collected: dict[int, torch.Tensor] = {}
     learning = [i for i in indices if flat.requires_grad[i]]
@@ -66,7 +66,7 @@ def unshard(flat: Flat, indices: Sequence[int]) -> list[torch.Tensor]:
     views = dict(zip(frozen, flat.plain_views(frozen), strict=True))
     whole_flat: bool | None = len(indices) == len(flat.names)
     gather = flat.leaf
-    if len(nodes) != 1:  # of one node the end is that of the gather
+    if len(nodes) != 1:  # a single node marks the end of the gather itself
         gather, whole_flat = Gather.apply(flat.leaf, flat, whole_flat, collected), None
     for node in nodes:
         plain = _unshard(gather, flat, node, whole_flat, collected, *(flat.params[i] for i in node))
@@ -75,10 +75,10 @@ def unshard(flat: Flat, indices: Sequence[int]) -> list[torch.Tensor]:
 
 
 class Gather(torch.autograd.Function):
-    """One gather of a flat: its leaf (the shard) -> nothing, but a node that comes before several that use the gather.
+    """One gather of a flat: its leaf (the shard) -> an empty tensor, whose node precedes the `Unshard`s of the gather.
 
-    Its backward runs when every use has contributed its gradient. It returns nothing to the leaf, except where
-    `torch.autograd.grad` asks for it.
+    Its backward runs when every use has contributed its gradient. It returns nothing to the leaf, unless
+    `torch.autograd.grad` asks for that gradient.
     """
 
     @staticmethod
@@ -97,12 +97,12 @@ class Gather(torch.autograd.Function):
 
 
 class Unshard(torch.autograd.Function):
-    """A gather -> whole parameters, each a plain view of the gathered buffer: one large one, or all small ones. Where
-    that is all of the gather (`whole_flat` is not None), it comes from the leaf itself, and is a `Gather`, too.
+    """A gather -> whole parameters, each a plain view of the gathered buffer: one large one, or all small ones. If it
+    is the only one of its gather (`whole_flat` is not None), its input is the leaf, and it acts as the `Gather`, too.
 
-    Its backward hands the whole gradients of this rank to the engine as soon as they are there, while they are in
-    cache, and nothing to autograd. The parameters are inputs so that the graph knows them
-    (`loss.backward(inputs=[...])`); `torch.autograd.grad` inside of a backward pass gets what it asks for.
+    Its backward passes the whole gradients of this rank to the engine as soon as they exist, while they are in cache,
+    and nothing to autograd. The parameters are inputs so that the graph knows them (`loss.backward(inputs=[...])`);
+    `torch.autograd.grad` inside a backward pass gets what it asks for.
     """
 
     @staticmethod
@@ -117,7 +117,7 @@ class Unshard(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.flat, ctx.indices, ctx.whole_flat, ctx.collected = flat, indices, whole_flat, collected
         ctx.set_materialize_grads(False)
-        # Autograd runs what was made last first. This was made before all that uses it, but shall run at once.
+        # Autograd runs the newest node first. This one is older than all its users, but should run without delay.
         ctx._set_sequence_nr(_FIRST)
         return tuple(flat.plain_views(indices))
 
@@ -125,13 +125,13 @@ class Unshard(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         gradients, got = ctx.flat.engine.gradients, []
         returned: list[torch.Tensor | None] = [None] * len(grads)
-        (before, _), *leaves = ctx.next_functions  # which torch makes anew each time
-        # Nobody names the gather, or the leaf: where that is asked for, all are.
+        (before, _), *leaves = ctx.next_functions  # torch builds this list anew on each access
+        # Users never name the gather or the leaf: if its gradient is asked for, all gradients are.
         every = ctx.flat.captured is not None or asked_for(before)
         for place, (index, grad) in enumerate(zip(ctx.indices, grads, strict=True)):
             if grad is None:
                 continue
-            # `loss.backward(inputs=[...])` may name some of them: the others' gradients come, and are not asked for.
+            # `loss.backward(inputs=[...])` may name only some: the others' gradients arrive without being asked for.
             asked = every or asked_for(leaves[place][0])
             if asked is None:
                 returned[place] = gradients.hooked(ctx.flat, index, grad)
@@ -146,7 +146,7 @@ class Unshard(torch.autograd.Function):
 
 
 def asked_for(leaf: Any) -> bool | None:
-    """Whether this backward pass goes on to a leaf; None if it returns what comes there (`torch.autograd.grad`)."""
+    """Whether this backward pass continues to a leaf; None if it returns the gradient there (`torch.autograd.grad`)."""
     try:
         return _will_run(leaf)
     except RuntimeError:
@@ -154,8 +154,7 @@ def asked_for(leaf: Any) -> bool | None:
 
 
 SHOWN_BY: type = Unshard._backward_cls  # type: ignore[attr-defined]
-# Past the search for tensors of torch.func that `apply` makes each time, a tenth of what a node costs: see
-# `outside_transforms`.
+# Skips the check for torch.func's tensors in `apply`, a tenth of the cost of a node: see `outside_transforms`.
 _unshard = super(torch.autograd.Function, Unshard).apply
 
 
@@ -192,12 +191,12 @@ class GatherNow(torch.autograd.Function):
         return ReduceMean.apply(grad, ctx.flat), None
 
 
-# The classes of tensors/parameter.py whose values lie in a gathered buffer: `MyFunction.apply(x, weight)` saves one.
+# The classes of tensors/parameter.py: `MyFunction.apply(x, weight)` may save one itself.
 sharded_values: set[type] = set()
 
 
 class SavedView:
-    """Stands for a saved tensor that lies in a gathered buffer: where it is, not what it holds."""
+    """Stands in for a saved tensor that lies in a gathered buffer: records where it lies, not its values."""
 
     __slots__ = ("conjugate", "edits", "flat", "index", "offset", "size", "stride", "tensor", "version")
 
@@ -207,7 +206,7 @@ class SavedView:
         self.offset = flat.offsets[cast("Any", tensor).index] if wrapped else int(tensor.storage_offset())
         self.index = flat.index_at(self.offset)
         self.version = flat.versions[self.index]
-        # Where ranks hold everything it is there until the step, and only asked whether it has changed.
+        # Where ranks hold everything, the tensor exists until the step, and only has to be checked for changes.
         self.tensor = None if wrapped or flat.engine.sharded or flat.engine.frugal else tensor
         if self.tensor is None:
             self.size, self.stride, self.conjugate = tensor.size(), tensor.stride(), tensor.is_conj()
@@ -216,11 +215,11 @@ class SavedView:
 
     def unpack(self) -> torch.Tensor:
         flat = self.flat
-        # As torch will say behind the first steps: see `push`.
+        # After the first steps torch checks this itself: see `push`.
         edited = self.tensor is not None and self.tensor._version != self.edits
         flat.check_version(self.index, -1 if edited else self.version)
         flat.engine.gradients.start_what_can()
-        if flat.engine.deterministic and in_backward():  # a pass that leaves no gradient is one, too
+        if flat.engine.deterministic and in_backward():  # a pass that leaves no gradient counts, too
             flat.engine.gradients.note_backward()
         if self.tensor is not None:
             return self.tensor
@@ -230,7 +229,7 @@ class SavedView:
 
 
 def _changed(tensor: torch.Tensor, version: int, output: tuple[int, str] | None) -> str:
-    """In torch's words, by which people look it up."""
+    """In torch's own words, which users can search for."""
     of = "" if output is None else f", which is output {output[0]} of {output[1]},"
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -243,11 +242,11 @@ def _changed(tensor: torch.Tensor, version: int, output: tuple[int, str] | None)
 class SavedTensors:
     """The saved-tensor hooks of one engine, chained to the pair that was active before.
 
-    Only the innermost pair of hooks is called by autograd, so what is not ours goes to the outer pair
-    (activation offloading, non-reentrant checkpointing). Checkpointing counts what it packs; we take out
-    the same tensors in the forward pass and in its recomputation, so its count holds.
+    Autograd calls only the innermost pair of hooks, so tensors that are not ours are passed on to the outer pair
+    (activation offloading, non-reentrant checkpointing). Checkpointing counts the tensors it packs; we take out
+    the same ones in the forward pass and in its recomputation, so its count holds.
 
-    torch compares the version of what it saves itself, and leaves that to hooks where there are any: ours do.
+    torch checks the versions of tensors that it saves itself, but leaves that to hooks if there are any: ours do it.
     """
 
     def __init__(self, engine: Engine, outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
@@ -264,7 +263,7 @@ class SavedTensors:
             return SavedView(flat, tensor)
         if self.outer is not None:
             return self.outer[0](tensor)
-        # Detached: what saves its own output would hold itself, and a forward without a backward stay for good.
+        # Detached: a node that saves its own output would hold itself, and a forward without a backward would leak.
         node = tensor.grad_fn
         return tensor.detach(), tensor._version, None if node is None else (tensor.output_nr, node.name())
 
@@ -280,13 +279,13 @@ class SavedTensors:
 
     @staticmethod
     def push(engine: Engine, *, over_others: bool = True) -> bool:
-        """Activate the hooks of `engine` unless they are on top already. Returns whether `pop` is owed.
+        """Activate the hooks of `engine` unless they are on top already. Returns whether a `pop` has to follow.
 
-        Outside a unit's forward `over_others` is False: the recomputation of a checkpoint that lies inside a
-        unit must save there what its forward pass saved, when the checkpoint's own hooks were innermost.
+        Outside a unit's forward `over_others` is False: the recomputation of a checkpoint inside a unit must save the
+        same tensors as its forward pass did, when the checkpoint's own hooks were innermost.
 
-        Where everything stays gathered there are none behind the first steps, in which what is wrong with a program
-        shows itself: torch saves the weights as it saves others, and says of them, too, that they were changed.
+        Where everything stays gathered, no hooks are used after the first steps, by which time mistakes in a program
+        have shown up: torch saves weights like any other tensor, and reports it itself if they were changed.
         """
         if not torch.is_grad_enabled() or not _hooks_enabled():
             return False

@@ -29,17 +29,16 @@ class Flat(Accumulated):
 
     Attributes:
         shard: this rank's part in master dtype, 1-D; the whole buffer where nothing is sharded.
-        home: where shard and gradient live, if not on the device that computes (schedule/home.py). `source`: version,
-            and copy of the shard in `dtype`, that gathers send then, where it is kept: on the device, or at home.
-        dtype: what computing sees (differs from `shard.dtype` under mixed precision).
+        home: where shard and gradient live, if not on the computing device (schedule/home.py). `source`: in that case,
+            a copy of the shard in `dtype` that gathers send, with its version; on the device or at home.
+        dtype: the dtype of computing (differs from `shard.dtype` under mixed precision).
         whole: the gathered buffer in `dtype`, or None; `gathering` while it is under way.
-        kept: a buffer of the whole size that the shard is a part of, or None; see [Note: one copy].
-        minor: it costs little memory, and stays gathered until its values change; see schedule/room.py.
+        kept: a full-size buffer that contains the shard, or None; see [Note: one copy].
+        minor: takes little memory, and therefore stays gathered until its values change; see schedule/room.py.
         standing: the gathered buffer where it stays; see standing.py.
-        open_views: while the unit's forward runs, the plain tensors that stand in for the parameters; `open_at`: where
-            they lie, `open_versions`: their versions, and `open_changes`: how often each parameter's value had changed,
-            when it began. `edited`: which of them a forward was seen to edit where no version counts it
-            (`p.data.mul_`).
+        open_views: while the unit's forward runs, the plain tensors that stand in for the parameters. `open_at`: their
+            addresses; `open_versions`, `open_changes`: their versions, and `versions`, when the forward began.
+            `edited`: those that a forward was found to edit in a way that no version counts (`p.data.mul_`).
         versions: how often each parameter's value has changed.
     """
 
@@ -79,7 +78,7 @@ class Flat(Accumulated):
     # --- this rank's values ---------------------------------------------------------------------------
 
     def set_shard(self, shard: torch.Tensor) -> None:
-        """Take `shard` as this rank's values; of the graph's leaf only shape, dtype and device count."""
+        """Take `shard` as this rank's values; only shape, dtype and device of the graph's leaf matter."""
         self.place(shard)
         if self.home is not None:
             self.home.settle()
@@ -89,11 +88,11 @@ class Flat(Accumulated):
         self.standing.show_anew()
 
     def place(self, shard: torch.Tensor, apart: bool = False) -> None:
-        """Put the values where they shall lie (`apart`: nowhere else), and derive what the optimizer works on.
+        """Store the values (`apart`: in memory of their own), and derive the slices that the optimizer works on.
 
         [Note: one copy]
-        At stages 1 and 2 what was gathered stays until the step, and this rank's part of it would be there twice. So
-        the shard is that part, unless it has another dtype (a finer master) or lives elsewhere.
+        At stages 1 and 2 gathered values stay until the step, so this rank's part would exist twice. Therefore the
+        shard is that part of the gathered buffer, unless it has another dtype (a finer master) or lives elsewhere.
         """
         self.kept = None
         if not apart and self.keeps(shard.dtype):
@@ -109,26 +108,26 @@ class Flat(Accumulated):
         return self.engine.sharded and not self.engine.frugal and self.home is None and dtype == self.dtype
 
     def before_change(self) -> None:
-        """Called before values change: edits through views are taken in, and who holds a view of what was gathered
-        keeps the values of now, all of them."""
+        """Called before values change: edits through views are taken over, and views of the gathered buffer that
+        somebody holds keep their present values."""
         self.engine.absorb_edits(self)
         if self.home is not None:
             self.home.settle()
-        if self.kept is not None and self.engine.unfinished is None:  # an optimizer that steps has slices of it
+        if self.kept is not None and self.engine.unfinished is None:  # a stepping optimizer holds slices of it
             gathered = self.whole is not None and address_of(self.whole) == address_of(self.kept)
             own = self._own_uses + gathered + self.standing.uses_of(self.kept)
             if storage_uses(self.kept.untyped_storage()) > own:
                 self.place(self.shard)
 
     def take_in_edits(self) -> None:
-        """The values are about to be read: take in what was written through views. Of those of a buffer that was
-        dropped, graphs would be told as of any change: not in the middle of a backward pass."""
+        """The values are about to be read: take over edits through views. Not those of views of dropped buffers in the
+        middle of a backward pass, as they count as changes, which its graph would refuse."""
         if not in_backward():
             self.engine.copies.take_in_values()
         self.engine.absorb_edits(self)
 
     def buffer(self) -> torch.Tensor:
-        """Where to gather: a tensor with a version of its own, as somebody may hold views of the last one."""
+        """A buffer to gather into, with a version counter of its own, as somebody may hold views of the last one."""
         return self.engine.pool.take(self.numel, self.dtype) if self.kept is None else self.kept.data
 
     def make_parameters(self) -> list[ShardedParameter]:
@@ -138,13 +137,13 @@ class Flat(Accumulated):
     # --- home ---------------------------------------------------------------------------------------
 
     def find_home(self) -> Home | None:
-        """Where the shard and its gradient shall live, if not on the device that computes."""
+        """Where the shard and its gradient are to live, if not on the computing device."""
         home = self.engine.home
         return home if home is not None and (home.frozen or any(self.requires_grad)) else None
 
     @property
     def device(self) -> torch.device:
-        """Where the shard lies."""
+        """The device of the shard."""
         return self.engine.comm.device if self.home is None else self.home.device
 
     def settled(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -156,12 +155,12 @@ class Flat(Accumulated):
         return self.home.place(values, dtype)
 
     def gather(self, whole: torch.Tensor, tag: int) -> Pending:
-        """Start to gather into `whole`. What has to be brought for it comes beside the computing."""
+        """Start gathering into `whole`. A shard that lives elsewhere is fetched while the device computes."""
         with nullcontext() if self.home is None else self.home.incoming():
             return self.engine.comm.gather(whole, self.to_send(), tag)
 
     def gather_alone(self) -> None:
-        """Where nothing is sharded: what this rank holds is the whole, in another dtype or place."""
+        """Where nothing is sharded: this rank holds everything, in another dtype or place."""
         if self.home is None:
             again = self.standing.to_fill()
             with torch.no_grad():
@@ -172,10 +171,10 @@ class Flat(Accumulated):
             self.gathering = Pending([self.home.arrival()], self.whole)
 
     def to_send(self) -> torch.Tensor:
-        """This rank's part on the device that computes, in `dtype`: what a gather sends."""
+        """This rank's part on the computing device, in `dtype`: what a gather sends."""
         if self.home is None:
             return self.shard.to(self.dtype)
-        if not self.engine.frugal:  # else it is gathered several times in a step
+        if not self.engine.frugal:  # otherwise it is gathered several times per step
             return self.home.bring(self.shard, self.dtype)
         if self.source is None or self.source[0] != self.version:
             self.source = None  # its memory may be taken again
@@ -185,22 +184,22 @@ class Flat(Accumulated):
 
     @property
     def sent(self) -> torch.Tensor:
-        """What the next gather reads where the shard lives."""
+        """What the next gather reads from where the shard lives."""
         if self.source is None or self.source[0] != self.version or self.source[1].device != self.device:
             return self.shard
         return self.source[1]
 
     def at_work(self, values: torch.Tensor) -> torch.Tensor:
-        """Shard-sized values on the device that computes."""
+        """Shard-sized values on the computing device."""
         return values.to(self.engine.comm.device)
 
     def zeros(self, numel: int) -> torch.Tensor:
-        """On the device that computes, in master dtype."""
+        """On the computing device, in master dtype."""
         return torch.zeros(numel, dtype=self.shard.dtype, device=self.engine.comm.device)
 
     def take_over(self, index: int, values: torch.Tensor) -> None:
-        """Keep this rank's slice of a whole parameter, in any dtype, where it differs from what the master gives in
-        that dtype: the rest of the master is finer."""
+        """Take over this rank's slice of a whole parameter (any dtype) where it differs from the master in that dtype;
+        elsewhere the master, which is finer, stays as it is."""
         master = self.locals[index].view(-1)
         new = self.slice_of(values, index).to(self.device)
         with torch.no_grad():
@@ -209,18 +208,18 @@ class Flat(Accumulated):
         self.source = None
 
     def plain_views(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """Parameters of the gathered buffer. In autograd's eyes these are no views, so that an edit in place under
+        """Parameters in the gathered buffer. To autograd these are not views, so that editing them in place under
         no_grad is allowed and counted."""
         if self.engine.stands:
             return self.standing.views(indices)
         return [self.view(self.gathered, i).data for i in indices]
 
     def show(self) -> None:
-        """A forward begins that sees plain tensors in place of the parameters."""
+        """A forward begins: provide the plain tensors that it sees in place of the parameters."""
         views = self.standing.shown_before()
         if views is None:
             indices = range(len(self.names))
-            # As a parameter's, requires_grad of these does not depend on the mode of the moment.
+            # As with a parameter, requires_grad of these does not depend on the current grad mode.
             views = unshard(self, indices) if any(self.requires_grad) else self.plain_views(indices)
             self.open_at = [view.data_ptr() for view in views]
             self.standing.keep(views)
@@ -232,16 +231,16 @@ class Flat(Accumulated):
 
     @property
     def fresh(self) -> bool:
-        """Whether the gathered buffer is there and holds the present values."""
+        """Whether the gathered buffer exists and holds the present values."""
         return self.whole_version == self.version and self.whole is not None
 
     @property
     def gathered(self) -> torch.Tensor:
-        """The gathered buffer of a flat that was acquired."""
+        """The gathered buffer of an acquired flat."""
         return cast("torch.Tensor", self.whole)
 
     def changed(self, *indices: int) -> None:
-        """The values of these parameters are others now; gathered copies are stale."""
+        """The values of these parameters have changed; gathered copies are stale."""
         for index in indices:
             self.versions[index] += 1
         self.engine.written.note_changed(self, indices)
@@ -263,7 +262,7 @@ class Flat(Accumulated):
         self.requires_grad[index] = flag
         self.standing.show_anew()
         master = self.engine.master_dtype(self.shard.dtype, flag)
-        stays = self.home is not None or self.find_home() is None  # what was trained at home stays there
+        stays = self.home is not None or self.find_home() is None  # parameters that were trained at home stay there
         if master != self.shard.dtype or not stays:
             self.before_change()
             self.home = self.home or self.find_home()

@@ -1,4 +1,4 @@
-"""Unit: what is gathered and reduced together."""
+"""Unit: the parameters that are gathered and reduced together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DYNAMO = os.path.join(os.path.dirname(torch.__file__), "_dynamo") + os.sep
 
 @dataclass
 class Counters:
-    """What a unit has done on the wire since `shard`; see `api.UnitStats`."""
+    """A unit's communication since `shard`; see `stats.UnitStats`."""
 
     gathers: int = 0
     reductions: int = 0
@@ -45,7 +45,7 @@ class Slot:
     """A place in the module tree that holds a parameter. A tied parameter has several.
 
     Attributes:
-        module: gives the module, or None when it is gone; see [Note: what belongs to the model] in belonging.py.
+        module: returns the module, or None if it is gone; see [Note: what belongs to the model] in belonging.py.
     """
 
     def __init__(self, module: nn.Module, name: str, flat: Flat, index: int) -> None:
@@ -54,34 +54,36 @@ class Slot:
 
     @property
     def parameters(self) -> dict[str, torch.Tensor | None]:
-        """What stands in the module, by name."""
+        """The parameters of the module, by name."""
         module = self.module()
         return {} if module is None else cast("dict[str, torch.Tensor | None]", module._parameters)
 
     def put_back(self, view: torch.Tensor) -> None:
-        """Let the parameter stand here again, instead of the plain tensor in its place, unless that is gone."""
+        """Put the parameter back in place of the plain tensor, if that is still here."""
         here, name, p = self.module(), self.name, self.flat.params[self.index]
         if here is None:
             return
-        if here._buffers.get(name) is view:  # torch parametrized it for a while, and took it for no parameter
+        if (
+            here._buffers.get(name) is view
+        ):  # torch had parametrized it meanwhile, and filed the plain tensor as a buffer
             del here._buffers[name]
             here._parameters[name] = view  # type: ignore[assignment]
         if here._parameters.get(name) is view:
             here._parameters[name] = p
-            if isinstance(here, nn.RNNBase):  # has them in a list, too, which would keep what was gathered
+            if isinstance(here, nn.RNNBase):  # also keeps a list of them, which would keep the gathered buffer alive
                 here.__dict__["_flat_weights"] = [p if w is view else w for w in here._flat_weights]
 
 
 @dataclass(eq=False)
 class Unit:
-    """What is gathered together: a repeated block, or the root with everything else.
+    """The parameters that are gathered together: those of a repeated block, or the root with everything else.
 
     Attributes:
         entries: the modules whose forward opens the unit (the block; for the root, every module around blocks).
-        depth: how many forwards of its entries are under way.
-        hooked: for each forward under way, whether the saved-tensor hooks were pushed for it.
-        frame: what called the outermost of these forwards, in which thread.
-        compiled_around: the engine's `open` and `close` as Dynamo shall call them, once it is there.
+        depth: number of forwards of its entries under way.
+        hooked: for each forward under way, whether saved-tensor hooks were pushed for it.
+        frame, thread: the frame that called the outermost of these forwards, and its thread.
+        compiled_around: the engine's `open` and `close` as Dynamo is to call them, once it is loaded.
     """
 
     engine: Engine | None
@@ -128,14 +130,14 @@ class Unit:
                 "from other ranks. Record it inside `with shardproof.whole(model):`, on all ranks."
             )
         if self.compiled_around is None and "torch._dynamo" in sys.modules:
-            # Dynamo must run the hooks as they are and compile only what lies between them.
+            # Dynamo must run the hooks uncompiled, and compile only what lies between them.
             disable = torch.compiler.disable
             self.compiled_around = disable(self.engine.open), disable(self.engine.close)
         opened = self.engine.open if self.compiled_around is None else self.compiled_around[0]
         return opened(self, args, kwargs)
 
     def begin(self) -> None:
-        """Remember what opens the unit: the innermost frame that is neither ours nor Dynamo's."""
+        """Remember the frame that opens the unit: the innermost one that is neither ours nor Dynamo's."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith((_ENGINE, _DYNAMO)):
             frame = frame.f_back
@@ -143,11 +145,11 @@ class Unit:
 
     @property
     def aborted(self) -> bool:
-        """Whether the unit is open, but what opened it is not running any more. torch calls hooks after a forward that
-        ended in an exception, but not after one that Ctrl-C has ended."""
+        """Whether the unit is open although the frame that opened it has ended. torch calls hooks after a forward that
+        raised an exception, but not after one that was ended by Ctrl-C."""
         if not self.depth:
             return False
-        # With an accelerator, a backward pass inside a forward runs in a thread of torch's, while ours waits for it.
+        # With an accelerator, a backward pass inside a forward runs in one of torch's threads, while ours waits.
         here = self.thread == threading.get_ident()
         frame: FrameType | None = sys._getframe(1) if here else sys._current_frames().get(self.thread)
         while frame is not None and frame is not self.frame:
@@ -157,13 +159,13 @@ class Unit:
     @property
     def is_taken(self) -> bool:
         """Whether another thread is in the model's forward, at a stage where its gathers would cross those of this one.
-        A backward pass inside a forward runs in a thread of torch's, and is waited for."""
+        A backward pass inside a forward runs in one of torch's threads while this one waits."""
         if not self.depth or self.thread == threading.get_ident() or not self.is_root or in_backward():
             return False
         return self.engine is not None and self.engine.sharded and not self.aborted
 
     def check_thread(self) -> None:
-        """Raise EngineError where the ranks would otherwise wait for each other for good."""
+        """Raise EngineError where the ranks would otherwise wait for each other forever."""
         if self.is_taken:
             raise EngineError(
                 "Two threads compute with a sharded model at the same time. At stages 1 to 3 on several ranks only one "
@@ -184,7 +186,7 @@ class Unit:
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         copy = memo[id(self)] = Unit(None, self.name, self.index)
         if self.engine is None or id(self.engine.model) not in memo or self.engine.whole_depth:
-            return copy  # of a submodule, or what is whole: its parameters are plain, and so its hooks do nothing
+            return copy  # of a submodule, or inside whole(): its parameters are plain, so its hooks do nothing
         copy.engine = deepcopy(self.engine, memo)
         copy._entries = [weakref.ref(deepcopy(m, memo)) for m in self.entries]
         copy.flats = [deepcopy(f, memo) for f in self.flats]
