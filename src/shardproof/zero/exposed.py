@@ -1,8 +1,8 @@
-"""How long a rank computes nothing because a result is not there.
+"""How long a rank computes nothing because it waits for data.
 
 [Note: what a wait is]
-Gathers and reductions run beside the computing. What they cost is the time in which nothing is computed because a
-result is not there: on the CPU the seconds a rank is blocked, on an accelerator those between two events on its stream
+Gathers and reductions overlap with computing. Their cost is the time in which nothing is computed because a result has
+not arrived: on the CPU the seconds a rank is blocked, on an accelerator the time between two events on its stream
 around the wait. So nothing has to be synchronised until somebody asks.
 """
 
@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-AT_ONCE = 8192  # waits that are kept before they are added up
+AT_ONCE = 8192  # waits that are kept before they are summed
 
 
 class Clock:
-    """Marks moments, and tells the seconds between two of them: of the process, which on the CPU is what computes, or
-    of the present stream of the accelerator, where nobody waits for a moment before it is asked for."""
+    """Marks moments, and measures the seconds between two of them: in the process, if it computes on the CPU, or on the
+    current stream of the accelerator, where nothing waits for a moment until its time is asked for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -30,7 +30,7 @@ class Clock:
         if self.of_host:
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self.device))  # which need not be that of the present device
+        event.record(torch.accelerator.current_stream(self.device))  # `device` may differ from the current device
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
@@ -53,7 +53,7 @@ class Exposed:
         begin = self.clock.mark()
         yield
         self._waits.append((begin, self.clock.mark()))
-        if len(self._waits) > AT_ONCE:  # the first half is of steps long done
+        if len(self._waits) > AT_ONCE:  # the first half belongs to steps that ended long ago
             self._add_up(AT_ONCE // 2)
 
     def seconds(self) -> float:

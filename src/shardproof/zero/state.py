@@ -39,7 +39,7 @@ def enter_whole(engine: Engine) -> StandIns:
         for flat in engine.flats:
             engine.absorb_edits(flat)
             engine.fetch(flat)
-            if flat.kept is not None:  # edits are told by comparing
+            if flat.kept is not None:  # edits are found by comparing
                 flat.place(flat.shard.clone(), apart=True)
             buffer = flat.gathered.clone() if flat.whole is flat.shard else flat.gathered
             for i, p in enumerate(flat.params):
@@ -54,8 +54,8 @@ def enter_whole(engine: Engine) -> StandIns:
 def leave_whole(engine: Engine, stand_ins: StandIns, keep: bool) -> tuple[list[str], list[str], list[str]]:
     """Put the sharded parameters back. Returns the names of those edited, replaced, and left with a gradient.
 
-    A parameter that was replaced, or given another shape, stays in the model as it is if `keep`: it is
-    sharded anew like anything that was attached.
+    If `keep`, a parameter that was replaced, or given another shape, stays in the model as it is, and is sharded like
+    any parameter attached later.
     """
     engine.whole_depth -= 1
     replaced: list[ShardedParameter] = []
@@ -92,7 +92,7 @@ def _names(params: list[ShardedParameter]) -> list[str]:
 def _compare(
     engine: Engine, stand_ins: StandIns, replaced: set[ShardedParameter], keep: bool
 ) -> tuple[list[ShardedParameter], list[ShardedParameter]]:
-    """Compare each rank's slice with its master, write back what differs if `keep`, and share what was found.
+    """Compare each rank's slice with its master, write back differences if `keep`, and share the findings.
 
     Raises:
         EngineError: on all ranks, if the edits of the ranks differ; nothing is written back then.
@@ -128,7 +128,7 @@ def _compare(
 
 
 def _master(engine: Engine, flat: Flat) -> torch.Tensor:
-    """The whole masters of `flat`, on the device."""
+    """The whole master values of `flat`, on the device."""
     engine.absorb_edits(flat)
     if not engine.sharded:
         return flat.at_work(flat.shard)
@@ -137,7 +137,7 @@ def _master(engine: Engine, flat: Flat) -> torch.Tensor:
 
 
 def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that add to a state dict what is no tensor of theirs (`get_extra_state`), by its name there."""
+    """Modules that add extra state to a state dict (`get_extra_state`), by its key."""
     found = {f"{name}.".lstrip(".") + _EXTRA: module for name, module in model.named_modules(remove_duplicate=False)}
     return {n: m for n, m in found.items() if type(m).set_extra_state is not nn.Module.set_extra_state}
 
@@ -207,7 +207,7 @@ def load_full_state_dict(engine: Engine, state_dict: dict[str, Any], strict: boo
 
 
 def call_load_hooks(model: nn.Module, missing: Iterable[str] = (), unknown: Iterable[str] = ()) -> None:
-    """Call what modules have registered behind `load_state_dict`: they may keep what they compute of their values."""
+    """Call the post hooks of `load_state_dict`: modules may cache results computed from their values."""
     keys = _IncompatibleKeys(list(missing), list(unknown))
     for module in model.modules():
         for hook in module._load_state_dict_post_hooks.values():

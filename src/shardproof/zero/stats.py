@@ -1,4 +1,4 @@
-"""What `shardproof.stats` returns."""
+"""The result of `shardproof.stats`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class UnitStats:
-    """What one unit holds now and has done since `shard`. Bytes on the wire count payload: a gather and a
-    reduce-scatter move the unit's bytes once, an all-reduce twice. With a two-dimensional mesh what is reduced within a
-    row is all-reduced between the rows: `bytes_between_replicas`, beside `bytes_reduced`. `bytes_between_nodes` is the
-    part of all these that this rank sends to other machines: on the CPU, where gathers and reduce-scatters go from each
-    rank to each, what it sends to theirs; else its part of what a ring of all ranks takes out of its machine."""
+    """What one unit holds now, and its communication since `shard`. Bytes on the wire count payload: a gather and a
+    reduce-scatter move the unit's bytes once, an all-reduce twice. With a two-dimensional mesh, gradients that were
+    reduced within a row are all-reduced between rows: `bytes_between_replicas`, in addition to `bytes_reduced`.
+    `bytes_between_nodes` is the part of all these that this rank sends to other machines: on the CPU, where every rank
+    sends to every other, what it sends to ranks there; otherwise its share of what a ring over all ranks sends out of
+    its machine."""
 
     shard_bytes: int
     gathered_bytes: int
@@ -27,18 +28,18 @@ class UnitStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """What `stats` returns.
+    """The result of `stats`.
 
     Attributes:
         total: over all units (its peak is that of the sum, not the sum of peaks).
         units: each unit by name.
-        votes: how often this rank told the others what it does next, because no plan said so; counted for all models
-            on the process group, as are the rest.
-        vote_seconds: time spent waiting for what the others do next.
-        votes_apart: how many votes found ranks that differ.
-        lent: planned operations that this rank took part in only for the others.
-        exposed_seconds: time in which this rank computed nothing because a gather or a reduction was not there; on an
-            accelerator, of its stream.
+        votes: how often this rank told the others what it does next, because no plan covered it; counted over all
+            models on the process group, like the fields below.
+        vote_seconds: time spent waiting to hear what the others do next.
+        votes_apart: number of votes in which ranks differed.
+        lent: planned operations that this rank took part in only for the sake of others.
+        exposed_seconds: time in which this rank computed nothing because it waited for a gather or a reduction; on an
+            accelerator, time on its stream.
     """
 
     total: UnitStats

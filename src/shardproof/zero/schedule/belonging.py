@@ -1,9 +1,10 @@
-"""How an engine belongs to its model: it knows it weakly.
+"""How an engine belongs to its model: by weak references.
 
 [Note: what belongs to the model]
-The model holds its engine, and what holds modules: the builder. The engine knows these weakly, as graphs hold the
-engine, and modules may hold graphs (a loss of its own that a layer keeps, a weight that a hook computes): through the
-graph Python sees no circle, and a model that nobody has any more would stay, with its shards and what it has gathered.
+The model holds its engine, and the builder, which holds modules. The engine refers to both weakly: graphs hold the
+engine, and modules may hold graphs (a layer that keeps its own loss, a weight computed by a hook). Python's garbage
+collector cannot follow a cycle through a graph, so a model that nobody refers to any more would stay in memory, with
+its shards and gathered buffers.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class ShownViews(dict[int, list[torch.Tensor]]):
-    """What forwards show again, by index of flat; see [Note: shown again] in standing.py. A copy of a model begins
+    """Views that forwards reuse, by index of flat; see [Note: shown again] in standing.py. A copy of a model starts
     without any.
 
     Attributes:
-        allowed: whether there may be any; None: to be found out.
+        allowed: whether views may be kept; None: not known yet.
     """
 
     allowed: bool | None = None
@@ -40,9 +41,10 @@ class BelongsToModel(MakesRoom):
     """The part of the engine that knows the model.
 
     Attributes:
-        model: what is sharded, for as long as somebody has it.
-        builder: cuts what was attached to the model since. It needs an engine: who makes an engine makes both.
-        shown: what forwards show again; empty when the model is gone.
+        model: the sharded model, as long as somebody holds it.
+        builder: shards parameters that are attached to the model later. It needs an engine: code that makes an engine
+            makes both.
+        shown: views that forwards reuse; empty when the model is gone.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -76,7 +78,7 @@ class BelongsToModel(MakesRoom):
         self._shown = weakref.ref(views)
 
     def may_show_again(self) -> bool:
-        """Whether views may stay with their nodes of the graph: nothing leads from a parameter to the model."""
+        """Whether views may be kept with their graph nodes: nothing leads from a parameter to the model."""
         if self.shown.allowed is None:
             hooked = any(flat.gradient_hooks or flat.post_hooks for flat in self.flats)
             leads = hooked or any(_leads_on(p) for flat in self.flats for p in flat.params)
@@ -84,16 +86,16 @@ class BelongsToModel(MakesRoom):
         return self.shown.allowed
 
     def forget_shown(self) -> None:
-        """A parameter has got a hook, or there are more parameters."""
+        """A parameter has got a hook, or the model has more parameters."""
         self.shown.clear()
         self.shown.allowed = None
 
     def note_written_on(self, p: torch.Tensor) -> None:
-        """Somebody has written something on a parameter."""
+        """An attribute of a parameter was set."""
         if self.shown and _leads_on(p):
             self.forget_shown()
 
 
 def _leads_on(p: torch.Tensor) -> bool:
-    """Whether what was written on a parameter may lead to something else, and at last to the model."""
+    """Whether an attribute of a parameter may lead to other objects, and possibly to the model."""
     return any(gc.is_tracked(value) for name, value in p.__dict__.items() if name not in OURS)

@@ -1,12 +1,12 @@
-"""Edits through what was handed out: whole tensors that somebody has written to since.
+"""Edits of whole tensors that the engine has handed out.
 
 [Note: copies]
-`p.grad[0].zero_()` writes to a view of the whole gradient, which was collected for this view and lies in no shard. The
-same holds for an entry of `model.state_dict()`, and for a view of a parameter whose gathered buffer was dropped since.
-In one process such a write changes the model, so it must here. The engine remembers what it has handed out, at least
-until its next look and for as long as somebody holds it, and looks at version counters before it next uses values or
-gradients. What was written is taken over, each rank its slice; where that cannot be told from other changes, it is
-refused.
+`p.grad[0].zero_()` writes to a view of the whole gradient, which was gathered for this view and lies in no shard. The
+same holds for an entry of `model.state_dict()`, and for a view of a parameter whose gathered buffer has been dropped.
+In one process such a write changes the model, so it must do so here. The engine remembers the tensors it has handed
+out, at least until its next check and for as long as somebody holds them, and checks their version counters before it
+next uses values or gradients. Each rank then takes over its slice of what was written; an edit that cannot be told from
+other changes is refused.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class _Copy:
     """A whole tensor that somebody may hold.
 
     Attributes:
-        tensor: kept here at least until the next look: `p.grad[0].zero_()` lets go of it at once.
+        tensor: kept here at least until the next check: `p.grad[0].zero_()` drops it at once.
         version: its version counter when it was handed out.
-        flat, indices: whose values it holds: of one parameter in its own shape, or of a whole buffer.
-        versions: of these parameters, at that time; of a gradient, that of the gradients of its flat.
-        gradient: what it is a copy of, if not of values.
+        flat, indices: the parameters it holds: one, in its own shape, or all of a buffer.
+        versions: those of the parameters at that time; for a gradient, the version of its flat's gradients.
+        gradient: the gradient that it is a copy of, if it is not one of values.
     """
 
     tensor: torch.Tensor
@@ -55,12 +55,12 @@ class _Copy:
 
 
 class Copies:
-    """What one engine has handed out.
+    """The tensors that one engine has handed out.
 
     Attributes:
-        values, gradients: whole tensors; `data`: what `p.data` returned, by flat and parameter.
-        entries: of `values`, the last entry of a state dict, by flat and parameter.
-        given: what was assigned to `p.grad`, by flat and parameter, with its version then and the parameter's name.
+        values, gradients: whole tensors. `data`: results of `p.data`, by flat and parameter.
+        entries: those of `values` that are the last state-dict entry of a parameter, by flat and parameter.
+        given: tensors assigned to `p.grad`, by flat and parameter, with their version then and the parameter's name.
     """
 
     def __init__(self) -> None:
@@ -72,15 +72,15 @@ class Copies:
 
     def of_value(self, tensor: torch.Tensor, flat: Flat, index: int | None = None) -> torch.Tensor:
         """Note that `tensor` holds the value of parameter `index`, or (None) the whole buffer. Returns `tensor`."""
-        if tensor.is_inference():  # has no version: edits of it stay its own
+        if tensor.is_inference():  # has no version counter: edits of it are not seen
             return tensor
         indices = range(len(flat.names)) if index is None else range(index, index + 1)
         self.values.append(_Copy(tensor, tensor._version, flat, indices, _versions(flat, indices)))
         return tensor
 
     def of_entry(self, whole: torch.Tensor, flat: Flat, index: int) -> torch.Tensor:
-        """Note that `whole` becomes an entry of a state dict. Returns it, or a view of the entry that somebody holds:
-        entries of a tied parameter share memory, by which safetensors and `torch.save` find what to write once."""
+        """Note that `whole` becomes an entry of a state dict. Returns it, or a view of an existing entry: entries of a
+        tied parameter share memory, by which safetensors and `torch.save` recognise that it is to be written once."""
         known = self.entries.get((flat.index, index))
         copy = known() if known is not None else None
         if copy is not None and not copy.edited and _is_current(copy) and torch.equal(copy.tensor, whole):
@@ -91,7 +91,7 @@ class Copies:
         return entry
 
     def of_dropped(self, flat: Flat) -> None:
-        """Note that a gathered buffer goes, if somebody holds a view of it."""
+        """Note that a gathered buffer is dropped, if somebody holds a view of it."""
         if flat.whole is not None and flat.whole is not flat.shard and _uses(flat.whole) > 1:
             self.of_value(flat.whole, flat)
 
@@ -102,12 +102,12 @@ class Copies:
         return value
 
     def forget(self, value: ShardedValue) -> None:
-        """It becomes a parameter of its own."""
+        """The value becomes a parameter of its own."""
         place = value.flat.index, value.index
         self.data[place] = [ref for ref in self.data.get(place, ()) if ref() is not value]
 
     def leave_data(self, flat: Flat, index: int) -> None:
-        """`p.data = ...` gives a parameter another tensor: `p.data` of before keeps the values of before."""
+        """`p.data = ...` gives a parameter another tensor: earlier results of `p.data` keep the previous values."""
         held = [value for ref in self.data.pop((flat.index, index), ()) if (value := ref()) is not None]
         if held:
             own = held[0].local.clone()
@@ -115,8 +115,8 @@ class Copies:
                 value.own = own
 
     def of_gradient(self, whole: torch.Tensor, gradient: ShardedGradient) -> torch.Tensor:
-        """Note that `whole` (1-D, no view) is the whole of `gradient`. Returns it, or the one that somebody holds: two
-        views of a gradient see each other's edits."""
+        """Note that `whole` (1-D, not a view) is the whole of `gradient`. Returns it, or an existing copy that somebody
+        holds: two views of a gradient must see each other's edits."""
         if whole.is_inference():
             return whole
         for copy in self.gradients:
@@ -128,13 +128,13 @@ class Copies:
         return whole
 
     def note_given(self, flat: Flat, index: int, value: torch.Tensor | None) -> None:
-        """`p.grad = value`. Of views it is not known whether what changes their version is an edit of another part."""
+        """`p.grad = value`. Not for views: a change of their version may be an edit of another part."""
         self.given.pop((flat.index, index), None)
         if type(value) is torch.Tensor and not value.is_inference() and not value._is_view():
             self.given[flat.index, index] = weakref.ref(value), value._version, flat.names[index]
 
     def refuse_late_edits(self) -> None:
-        """`p.grad = t` takes the values of `t`; who writes to `t` afterwards means the gradient, which has its own."""
+        """`p.grad = t` copies the values of `t`; code that edits `t` afterwards would miss the gradient."""
         for ref, version, name in self.given.values():
             if (tensor := ref()) is not None and tensor._version != version:
                 raise EngineError(
@@ -143,12 +143,12 @@ class Copies:
                 )
 
     def take_in(self) -> None:
-        """Take over what was written since the last look."""
+        """Take over edits since the last check."""
         self.take_in_gradients()
         self.take_in_values()
 
     def take_in_gradients(self) -> None:
-        """Take over what was written to gradients since the last look.
+        """Take over edits of gradients since the last check.
 
         Raises:
             EngineError: a gradient has changed since the tensor was handed out.
@@ -156,7 +156,7 @@ class Copies:
         if not self.gradients:
             return
         copies, self.gradients = self.gradients, []
-        # What a gradient was before a zero_grad is nobody's any more.
+        # Edits of a gradient from before a zero_grad no longer matter.
         edited = [c for c in copies if c.edited and cast("ShardedGradient", c.gradient).buffer is c.flat.grad]
         for copy in edited:
             if not _is_current(copy):
@@ -166,7 +166,7 @@ class Copies:
         self.gradients = [copy for copy in copies if copy.held]
 
     def take_in_values(self) -> None:
-        """Take over what was written to parameters since the last look.
+        """Take over edits of parameters since the last check.
 
         Raises:
             EngineError: a value was written to in two places, or has changed since the tensor was handed out.
@@ -184,7 +184,7 @@ class Copies:
 
 
 def _uses(tensor: torch.Tensor) -> int:
-    """How often torch itself refers to a tensor: once for Python, once for each view."""
+    """torch's own reference count of a tensor: one for Python, one for each view."""
     return tensor._use_count()  # type: ignore[attr-defined,no-any-return]
 
 
@@ -197,7 +197,7 @@ def _overlap(one: _Copy, other: _Copy) -> bool:
 
 
 def _is_current(copy: _Copy) -> bool:
-    """Whether nothing else has changed the values since."""
+    """Whether the values have not been changed in any other way since."""
     flat = copy.flat
     if copy.gradient is not None:
         return copy.versions == [flat.grad_version]
@@ -235,5 +235,5 @@ def _take_value(copy: _Copy) -> None:
             else:
                 flat.engine.written.note_left(flat, i, whole)
     if not one:
-        flat.version += 1  # all ranks know that something in the buffer has changed, none knows what
+        flat.version += 1  # something in the buffer has changed, but it is not known which parameter
     copy.version, copy.versions = tensor._version, _versions(flat, copy.indices)

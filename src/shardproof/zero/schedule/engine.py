@@ -1,4 +1,4 @@
-"""When: what each stage keeps, what is prefetched, what is in flight.
+"""The schedule: what each stage keeps, what is prefetched, what is in flight.
 
     stage  whole parameters live              gradients are reduced                      optimizer state
     0      always                             all-reduce, as backward produces them      whole
@@ -43,13 +43,13 @@ class Engine(BelongsToModel):
     """Owns the units of one sharded model and decides when they are gathered, released and reduced.
 
     Attributes:
-        sharded: whether ranks hold parts (stage 1 to 3 on several ranks) or everything.
+        sharded: whether ranks hold parts (stages 1 to 3 on several ranks) or everything.
         successor: which use followed which, learned from the last pass; a prediction, never a promise.
-        deterministic: whether gradients are added in one order for any number of ranks; see gradients.py.
-        divisor: what sums of gradients over ranks are divided by.
-        changes: how many values of parameters this rank has changed, by steps and by edits.
-        storages: which flat the gathered buffer at an address belongs to.
-        unfinished: while an optimizer steps, what ends that step if it did not end by itself.
+        deterministic: whether gradients are added in the same order for any number of ranks; see passes.py.
+        divisor: divides sums of gradients over ranks.
+        changes: number of parameter changes on this rank, by steps and by edits.
+        storages: the flat of each gathered buffer, by address.
+        unfinished: while an optimizer steps, a function that ends that step if it did not end by itself.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Engine(BelongsToModel):
         self.invariants = Invariants(self)
 
     def master_dtype(self, dtype: torch.dtype, trainable: bool) -> torch.dtype:
-        """Under mixed precision what is trained has a float32 master; the rest stays as it was loaded."""
+        """Under mixed precision, trained parameters have a float32 master; the others keep their dtype."""
         if self.precision is None or not trainable or not dtype.is_floating_point:
             return dtype
         return torch.promote_types(dtype, torch.float32)
@@ -108,7 +108,7 @@ class Engine(BelongsToModel):
             return None
         try:
             if not in_backward():
-                self.gradients.end_is_noted = False  # set still if the last backward ended in an exception
+                self.gradients.end_is_noted = False  # still set if the last backward raised an exception
                 self.invariants.recomputed.clear()
             elif torch.is_grad_enabled():
                 self.invariants.computed_again(unit)
@@ -127,12 +127,12 @@ class Engine(BelongsToModel):
         return self._cast(unit, args, kwargs)
 
     def _cast(self, unit: Unit, args: Any, kwargs: Any) -> Any:
-        """The model's inputs as it computes with them, or None."""
+        """The model's inputs cast to the compute dtype, or None."""
         cast = unit.is_root and self.precision is not None
         return cast_floats((args, kwargs), self.precision.compute) if cast else None  # type: ignore[union-attr]
 
     def adopt(self) -> None:
-        """Take in what happened to the model since the last look: edits of copies, and what was attached to it."""
+        """Take in changes of the model since the last call: edits through copies, and new parameters."""
         if in_backward():
             return
         if self.unfinished is not None:
@@ -140,7 +140,7 @@ class Engine(BelongsToModel):
         if not self.root.depth:
             self.copies.take_in()
         if (builder := self._builder()) is not None and builder.has_more():
-            with torch.inference_mode(False), torch.no_grad():  # what is made inside could not be trained
+            with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could not be trained
                 builder.build()
 
     def close(self, unit: Unit) -> None:
@@ -161,7 +161,7 @@ class Engine(BelongsToModel):
             self._restore(unit)
         if not self.frugal or in_backward():
             return
-        if unit.is_root and torch.is_grad_enabled():  # the first that backward asks for, and the last that it leaves
+        if unit.is_root and torch.is_grad_enabled():  # the first unit that backward needs, and the last
             self.release_unasked()
             return
         if unit.is_root:
@@ -179,7 +179,7 @@ class Engine(BelongsToModel):
         unit.depth, unit.hooked, unit.frame = 0, [], None
 
     def close_aborted(self) -> None:
-        """Close the units whose forward was ended by something that no hook hears of (KeyboardInterrupt)."""
+        """Close the units whose forward ended without calling hooks (KeyboardInterrupt)."""
         for unit in self.units:
             if unit.aborted:
                 for pushed in unit.hooked:
@@ -196,7 +196,7 @@ class Engine(BelongsToModel):
         if in_backward():
             self.note_backward(unit.flats)
         new_use = use != self.current and not unit.is_root
-        predicts = new_use and (self.sharded or self.home is not None)  # else there is nothing to fetch ahead
+        predicts = new_use and (self.sharded or self.home is not None)  # otherwise there is nothing to prefetch
         if not predicts and all(f.fresh and f.gathering is None for f in unit.flats):
             return
         with torch.inference_mode(False), torch.no_grad(), self.unseen():
@@ -256,7 +256,7 @@ class Engine(BelongsToModel):
             self.note_peak(flat.unit)
 
     def _keep(self, flat: Flat, whole: torch.Tensor) -> None:
-        """What was gathered, or will have been, is the present values."""
+        """The buffer holds, or is about to hold, the present values."""
         flat.whole, flat.whole_edits, flat.whole_version = whole, whole._version, flat.version
         self.storages[address_of(whole)] = flat
 
@@ -271,10 +271,10 @@ class Engine(BelongsToModel):
         flat.prefetched = False
 
     def _drop(self, flat: Flat) -> None:
-        """Forget the gathered buffer. Whoever still holds a view of it keeps the memory alive."""
+        """Forget the gathered buffer. Views of it that somebody still holds keep the memory alive."""
         if flat.gathering is not None:
             self.streams.settle(flat.gather_position)
-            # Its messages are under way: the buffer must not be used for others.
+            # Its messages are in flight: the buffer must not be reused yet.
             self.wait(flat.gathering, 2 * flat.index)
             flat.gathering, flat.prefetched = None, False
         elif flat.whole is not None and flat.whole is not flat.shard:
@@ -283,14 +283,14 @@ class Engine(BelongsToModel):
             self.storages.pop(address_of(flat.whole), None)
             self.copies.of_dropped(flat)
             flat.whole = None
-            if self.sharded and flat.kept is None:  # the pool may give its memory to others
+            if self.sharded and flat.kept is None:  # the pool may reuse its memory
                 flat.standing.forget()
 
     def absorb_edits(self, flat: Flat) -> None:
-        """Take over what was changed through plain views of the gathered buffer (`p.data[i].zero_()`)."""
+        """Take over edits through plain views of the gathered buffer (`p.data[i].zero_()`)."""
         if flat.whole is None or flat.gathering or flat.whole is flat.shard or flat.whole._version == flat.whole_edits:
             return
-        if not flat.fresh:  # a view kept from before the values changed
+        if not flat.fresh:  # the view is older than the present values
             return
         for index in range(len(flat.names)):
             flat.take_over(index, flat.view(flat.gathered, index))
@@ -304,7 +304,7 @@ class Engine(BelongsToModel):
         self._finish_gather(flat)
 
     def forget(self, flat: Flat) -> None:
-        """Drop a gathered buffer whose edits were dealt with."""
+        """Drop a gathered buffer whose edits have been handled."""
         if flat.whole is not None:
             flat.whole_edits = flat.whole._version
         self._drop(flat)
@@ -316,7 +316,7 @@ class Engine(BelongsToModel):
                 self.release(unit, entirely=True)
 
     def hold_nothing(self) -> None:
-        """On all ranks alike, where they have gathered different things: each needs the same from here on."""
+        """Called on all ranks, where they may have gathered different units: from here on each needs the same ones."""
         if self.sharded and not in_backward():
             with torch.inference_mode(False), torch.no_grad(), self.unseen():
                 self.leave_inference()
@@ -329,7 +329,7 @@ class Engine(BelongsToModel):
         return self.storages.get(address_of(tensor))
 
     def need(self, flat: Flat) -> None:
-        """Make one flat available outside of its unit's forward; of the root this one only."""
+        """Make one flat available outside its unit's forward; of the root, only this one."""
         unit, backward = flat.unit, in_backward()
         if backward:
             self.note_backward([flat])

@@ -1,4 +1,4 @@
-"""What gathered units a rank holds at stage 3."""
+"""Which gathered units a rank holds at stage 3."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ class MakesRoom(TakesTurns):
     Attributes:
         resident: gathered units other than the root, least recently used first.
         room: how many of them there may be.
-        asked: the flats, by index, that the last backward pass wanted. `asking`: those that the present one wants, or
-            will, as autograd has saved something of them.
-        training_room: how many of them in training: `GATHERED_UNITS`, and what `keep_gathered` bytes hold beside them.
-        inference_memory: bytes that whole parameters may take between inference passes; None: half of what is free.
-        inference_passes: how many there were in a row.
-        peak_bytes: of gathered buffers, the most at any moment.
+        asked: the flats, by index, that the last backward pass needed. `asking`: those that the current one needs, or
+            will need, as autograd has saved a part of them.
+        training_room: the room in training: `GATHERED_UNITS`, plus as many as fit into `keep_gathered` bytes.
+        inference_memory: bytes that gathered parameters may take between inference passes; None: half of the free
+            memory.
+        inference_passes: number of inference passes in a row.
+        peak_bytes: largest total size of gathered buffers so far.
     """
 
     stage: int
@@ -55,14 +56,14 @@ class MakesRoom(TakesTurns):
 
     @property
     def frugal(self) -> bool:
-        """Whether units are whole around each use only: there is something to gather them from."""
+        """Whether units are gathered only around each use, because there is something to gather them from."""
         kept = self.home is not None and self.home.apart and self.home.frozen
         return self.stage == 3 and (self.sharded or kept)
 
     @property
     def stands(self) -> bool:
-        """Whether what was gathered stays until the step, where it is computed with, so that torch itself tells what
-        graphs have saved from what it is now; see standing.py."""
+        """Whether gathered buffers stay until the step, on the computing device, so that torch itself can compare what
+        graphs have saved with the present values; see standing.py."""
         return not self.frugal and self.home is None and not self.deterministic
 
     @property
@@ -80,7 +81,7 @@ class MakesRoom(TakesTurns):
         raise NotImplementedError
 
     def release(self, unit: Unit, entirely: bool = False) -> None:
-        """Drop what it has gathered; minor buffers only where it shall hold nothing."""
+        """Drop the unit's gathered buffers; minor ones only if `entirely`."""
         if unit in self.resident:
             self.resident.remove(unit)
         if self.sharded or self.frugal:
@@ -89,7 +90,7 @@ class MakesRoom(TakesTurns):
                     self._drop(flat)
 
     def fit_room(self) -> None:
-        """The units are known."""
+        """Set the room, once all units are known."""
         largest = 0
         for unit in self.units[1:]:
             sizes = [flat.nbytes for flat in unit.flats]
@@ -101,7 +102,7 @@ class MakesRoom(TakesTurns):
             self.room = self.training_room
 
     def empty_room(self) -> None:
-        """Hold nothing, know nothing, and expect training."""
+        """Initial state: hold nothing, and expect training."""
         self.asked: set[int] = set()
         self.asking: set[int] = set()
         self.resident: list[Unit] = []
@@ -113,7 +114,7 @@ class MakesRoom(TakesTurns):
         self.peak_bytes = max(self.peak_bytes, sum(u.gathered_bytes for u in self.units))
 
     def expect_from_home(self, use: tuple[int, bool] | None) -> None:
-        """Of what comes after the next use, have the home read ahead."""
+        """Have the home read ahead the unit after the next."""
         later = None if self.home is None or use is None else self.successor.get(use)
         for flat in self.units[later[0]].flats if later is not None else ():
             if flat.home is not None and not flat.fresh:
@@ -127,11 +128,11 @@ class MakesRoom(TakesTurns):
                 self.release(other)
 
     def count_residents(self) -> None:
-        """Leave out the units that hold nothing any more that counts."""
+        """Remove the units that hold no gathered buffers any more, apart from minor ones."""
         self.resident = [u for u in self.resident if any(f.whole is not None and not f.minor for f in u.flats)]
 
     def note_backward(self, flats: list[Flat]) -> None:
-        """A backward pass wants these."""
+        """A backward pass needs these."""
         self.asking.update(flat.index for flat in flats)
         self.gradients.note_backward()
 
@@ -148,12 +149,12 @@ class MakesRoom(TakesTurns):
         self.current = (-1, False)
         self.asked, self.asking = self.asking, set()
         for flat in self.flats:
-            if any(flat.requires_grad):  # the rest, of the root and the last units, serves the next step
+            if any(flat.requires_grad):  # frozen ones of the root and the last units serve the next step
                 self.used_up(flat)
 
     def release_unasked(self) -> None:
-        """Drop what the root has gathered for its forward and backward will not ask for: an embedding, which needs no
-        weights to give its gradient. An error (a checkpointed head, the first time) costs a gather."""
+        """Drop buffers of the root that backward will not need, such as an embedding, whose gradient does not depend on
+        its weights. A wrong guess (a checkpointed head, the first time) costs a gather."""
         for flat in self.root.flats:
             if flat.index not in self.asked | self.asking:
                 self._drop(flat)
@@ -161,9 +162,9 @@ class MakesRoom(TakesTurns):
     def choose_room(self) -> None:
         """[Note: one inference pass after the other]
 
-        A generation runs the model once for each token. From the second pass in a row on, parameters stay gathered
-        where there is memory, and no rank has to wait for another; else each pass gathers unit by unit. The next
-        pass that trains, or a step, goes back to a few units.
+        Generation runs the model once per token. From the second pass in a row on, parameters stay gathered if there is
+        enough memory, and no rank has to wait for another; otherwise each pass gathers unit by unit. The next training
+        pass, or a step, goes back to a few units.
         """
         if in_backward():
             return

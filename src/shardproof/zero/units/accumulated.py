@@ -1,4 +1,4 @@
-"""Accumulated: the gradients of a flat, from what one use contributes to what the user sees."""
+"""Accumulated: the gradients of a flat, from the contribution of one use to what the user sees."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _OWN = len(("flat", "index", "buffer"))
 
 
 class Accumulated(Layout):
-    """What a flat knows of gradients. The flat has the values: `shard` and where it lives.
+    """The gradient side of a flat. The flat itself has the values: `shard` and where it lives.
 
     Attributes:
         grad: the reduced gradient of `shard`, same shape and dtype, or None; `grad_locals`: this rank's slices of it.
-        has_grad: which parameters have one, on all ranks alike. `cleared`: of which others the buffer still has
-            something.
-        gradients: for each parameter what `p.grad` returned last, for the next time. `spare`: by parameter and dtype,
-            those that nobody else holds any more: to make one takes the host as long as a small kernel. `parting`:
-            those that somebody may hold of parameters that were cleared. `plain`: of a buffer that is part of a graph,
-            which gradients were taken out of it.
-        grad_dtype: in which contributions are added up and reduced.
-        partial: contributions of this rank that are not reduced yet, whole size, or None; `written` says of which
-            parameters, `places` where.
-        used: which parameters got a contribution on this rank since ranks last agreed on that. `grown`: of those with
-            post-accumulate-grad hooks, which got one on any rank and are still to be told of it.
+        has_grad: which parameters have one, the same on all ranks. `cleared`: parameters without one whose range of the
+            buffer is not zero yet.
+        gradients: for each parameter the object that `p.grad` returned last, to return it again. `spare`: by parameter
+            and dtype, objects that nobody else holds any more, for reuse: making one takes the host as long as a small
+            kernel. `parting`: objects of cleared parameters that somebody may still hold. `plain`: if the buffer is
+            part of a graph, the gradients that were detached from it.
+        grad_dtype: dtype in which contributions are added up and reduced.
+        partial: full-size contributions of this rank that are not reduced yet, or None; `written`: of which parameters,
+            `places`: their views.
+        used: parameters that got a contribution on this rank since ranks last agreed on that. `grown`: those with
+            post-accumulate-grad hooks that got one on any rank, whose hooks are still to be called.
         gradient_hooks, post_hooks: by parameter, as torch registers them.
-        captured: inside `torch.autograd.grad`, which parameters got a gradient; else None.
+        captured: inside `torch.autograd.grad`, the parameters that got a gradient; otherwise None.
     """
 
     engine: Engine
@@ -58,7 +58,7 @@ class Accumulated(Layout):
         self.without_gradients()
 
     def without_gradients(self) -> None:
-        """As a model is that has seen no backward pass."""
+        """The state of a model before its first backward pass."""
         self.grad = None
         self.has_grad = [False] * len(self.shapes)
         self.cleared: set[int] = set()
@@ -94,7 +94,7 @@ class Accumulated(Layout):
         return self._grad_locals
 
     def contribute(self, got: list[tuple[int, torch.Tensor]], scale: float) -> None:
-        """Add `scale` times whole gradients of this rank, by index, to what is not reduced yet."""
+        """Add `scale` times whole gradients of this rank, by index, to the contributions that are not reduced yet."""
         if self.partial is None:
             self.partial = self.engine.pool.take(self.numel, self.grad_dtype)
             self.places = self.views(self.partial)
@@ -114,21 +114,21 @@ class Accumulated(Layout):
         self.written.update(index for index, _ in new)
 
     def take_partial(self) -> torch.Tensor:
-        """The contributions of this rank so far, of the whole size; new ones start anew."""
+        """The full-size contributions of this rank so far; later ones start from scratch."""
         partial = cast("torch.Tensor", self.partial)
         self.zero_rest(partial, self.written)
         self.partial, self.places, self.written = None, [], set()
         return partial
 
     def keep_partial(self) -> None:
-        """Of one rank alone: what it has contributed is the gradient, or is added to it."""
+        """On a single rank: its contributions become the gradient, or are added to it."""
         places, partial = self.places, self.take_partial()
         self.add_gradient(partial)
         if self.grad is partial:
             self._grad_locals = places
 
     def clear_gradient(self, index: int) -> None:
-        """`p.grad = None`. The last one to go takes the buffer with it."""
+        """`p.grad = None`. The last one to go frees the buffer."""
         self.has_grad[index] = False
         known, self.gradients[index] = self.gradients[index], None
         if known is not None and _is_ours_alone(known):
@@ -144,12 +144,12 @@ class Accumulated(Layout):
             self.parting.clear()
 
     def own_gradient(self) -> torch.Tensor:
-        """The gradient buffer to write into. Ranges whose gradient was set to None start from zero; who holds such a
-        gradient keeps it as it was, and who holds another of the buffer sees what is written."""
+        """The gradient buffer, for writing. Ranges whose gradient was set to None start from zero; such a gradient that
+        somebody still holds keeps its values, and others in the buffer that are held see what is written."""
         if self.grad is None:
             self.grad = self.settled(torch.zeros_like(self.shard), self.shard.dtype)
         elif self.cleared:
-            if self.grad.requires_grad:  # part of a graph, in which nothing is overwritten
+            if self.grad.requires_grad:  # part of a graph, whose values must not be overwritten
                 self.grad = self.settled(self.grad.detach().clone(), self.shard.dtype)
             for held in (ref() for ref in self.parting):
                 if held is not None and held.buffer is self.grad:
@@ -161,20 +161,20 @@ class Accumulated(Layout):
         return self.grad
 
     def slice_in(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
-        """This rank's slice of a gradient that lies in `buffer`, that of now or one of before."""
+        """This rank's slice of a gradient in `buffer`, the present one or an earlier one."""
         if self.home is not None:
             self.home.settle()
         return self.grad_locals[index] if buffer is self.grad else self.local_of(buffer, index)
 
     def give_gradient(self, index: int, part: torch.Tensor) -> None:
-        """`p.grad = ...`, of which this rank has `part`. Who holds the gradient of before keeps its values."""
+        """`p.grad = ...`, of which this rank has `part`. A previous gradient that somebody holds keeps its values."""
         self.engine.copies.take_in_gradients()
         known, self.gradients[index] = self.gradients[index], None
         if known is not None and known.buffer is self.grad:
             if _is_ours_alone(known):
                 self.gradients[index] = known
             elif known.buffer.requires_grad:
-                self.grad = known.buffer.clone()  # the graph goes on for the others
+                self.grad = known.buffer.clone()  # the others stay in the graph
             else:
                 self._part(known)
         with torch.no_grad():
@@ -189,11 +189,11 @@ class Accumulated(Layout):
         return buffer.requires_grad and not (buffer is self.grad and index in self.plain)
 
     def leave_graph(self, gradient: ShardedGradient) -> None:
-        """`p.grad.detach_()`. The last one to leave takes the buffer with it."""
+        """`p.grad.detach_()`. When the last one has left, the buffer is detached."""
         buffer = gradient.buffer
         if not buffer.requires_grad:
             return
-        if buffer is not self.grad:  # of before
+        if buffer is not self.grad:  # an earlier one
             gradient.buffer = buffer.detach()
             return
         self.plain.add(gradient.index)
@@ -210,11 +210,11 @@ class Accumulated(Layout):
         return ShardedGradient.of(cast("Flat", self), gradient.index, gradient.buffer.detach())
 
     def _part(self, held: ShardedGradient) -> None:
-        """Give a gradient of before a memory of its own."""
+        """Give an earlier gradient memory of its own."""
         held.own = held.buffer = self.slice_in(held.buffer, held.index).clone()
 
     def add_gradient(self, reduced: torch.Tensor) -> None:
-        """Add a reduced, shard-sized gradient, which may be kept."""
+        """Add a reduced, shard-sized gradient; may keep the tensor itself."""
         self.engine.copies.take_in_gradients()
         self.gradient_changed()
         if self.grad is None:
@@ -235,7 +235,7 @@ class Accumulated(Layout):
             grad.add_(reduced)
 
     def gradient_changed(self) -> None:
-        """The gradients are others now; whole copies of them are stale."""
+        """The gradients have changed; whole copies of them are stale."""
         self.grad_version += 1
         self.engine.gradients.generation += 1
 
@@ -258,7 +258,7 @@ class Accumulated(Layout):
 
 
 def _is_ours_alone(gradient: ShardedGradient) -> bool:
-    """Whether but for the caller's variable nobody holds it, has a weak reference to it or has set something on it."""
+    """Whether nobody but the caller holds it, has a weak reference to it or has set an attribute on it."""
     unheld = _holders(gradient) == _NOBODY_ELSE and weakref.getweakrefcount(gradient) == 0
     return unheld and len(gradient.__dict__) == _OWN
 
@@ -268,8 +268,8 @@ def _holders(known: Any) -> int:
 
 
 def _holders_of_new() -> int:
-    """As many as a gradient has in `_is_ours_alone` that nobody else holds: of a variable, through two calls. A call
-    holds more or less of its arguments from one version of Python to another."""
+    """The reference count in `_is_ours_alone` of a gradient that nobody else holds: one variable, passed through two
+    calls. How many references a call takes differs between versions of Python."""
     known = object()
 
     def called(gradient: Any) -> int:
