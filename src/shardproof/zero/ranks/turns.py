@@ -1,4 +1,4 @@
-"""What an engine does in the rounds that the ranks hold. See [Note: streams] in consensus.py."""
+"""How an engine takes part in the rounds of the ranks. See [Note: streams] in consensus.py."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ log = logging.getLogger("shardproof.zero")
 
 
 class Watcher(Protocol):
-    """Hears what an engine does, on this rank, at once and in order. It must not call the engine.
+    """Is told what an engine does on this rank, immediately and in order. It must not call the engine.
 
-    `wanted` comes before an operation starts, `waits` is around the wait for its result; what a rank takes part in only
-    for others is not wanted, but may be waited for. `meets` is around a meeting of all ranks.
+    `wanted` comes before an operation starts, `waits` is around the wait for its result; operations that a rank takes
+    part in only for others are not `wanted`, but may be waited for. `meets` is around a meeting of all ranks.
     """
 
     def wanted(self, flat: Flat, operation: int) -> None: ...
@@ -46,12 +46,12 @@ class TakesTurns:
 
     Attributes:
         number: which engine of its process group this is, the same on all ranks.
-        declared: patterns of units that the user says not every rank uses; `dynamic_units` those seen to be so.
+        declared: patterns of units that, as the user says, not every rank uses; `dynamic_units`: those found to be so.
         adaptive: whether ranks may differ; if not, the first difference raises.
         used: flats (by index) that this rank has gathered or reduced since the last end of a step.
         sent, turns: how often this rank has sent data for an operation, and how many rounds of it there were.
-        watcher: who wants to hear of operations, or None.
-        exposed: adds up the time in which data is waited for.
+        watcher: is told of operations; or None.
+        exposed: sums the time spent waiting for data.
     """
 
     comm: Collectives
@@ -73,18 +73,18 @@ class TakesTurns:
         raise NotImplementedError
 
     def hold_nothing(self) -> None:
-        """Drop what is gathered."""
+        """Drop all gathered buffers."""
         raise NotImplementedError
 
     def unseen(self) -> AbstractContextManager[Any]:
-        """Inside, modes of the user's code that count operations (selective checkpointing) do not see ours."""
+        """Inside, modes of user code that count operations (selective checkpointing) do not see ours."""
         return _disable_current_modes()
 
     def take_seat(self) -> None:
         """Join the streams of the process group."""
         self.streams = Streams.of(self.comm)
         self.number = self.streams.join(self)
-        # The streams keep `comm` for what ranks may still want of a model that is gone here: not its buffers.
+        # The streams keep `comm`, as other ranks may still use a model that is gone here; but not its buffers.
         weakref.finalize(self, self.comm.forget).atexit = False
         self.exposed = Exposed(self.comm.device)
         self.dynamic_units: set[str] = set()
@@ -96,12 +96,12 @@ class TakesTurns:
         return tag_of(self.number, operation)
 
     def announce(self, flat: Flat) -> None:
-        """Make the operations on a new flat known."""
+        """Register the operations on a new flat."""
         for operation, dtype in ((2 * flat.index, flat.dtype), (2 * flat.index + 1, flat.grad_dtype)):
             self.streams.announce(self, operation, Size(flat.numel, dtype, self.sharded))
 
     def want(self, flat: Flat, operation: int) -> int:
-        """Come to an operation on `flat`. Returns its position, to be settled before its result is used; see
+        """This rank needs an operation on `flat`. Returns its position, to be settled before the result is used; see
         `may_start`."""
         self.note_use(flat, operation)
         self.sent[operation] += 1
@@ -110,7 +110,7 @@ class TakesTurns:
         return position
 
     def note_use(self, flat: Flat, operation: int) -> None:
-        """This rank comes to an operation by itself."""
+        """This rank itself needs an operation."""
         if self.watcher is not None:
             self.watcher.wanted(flat, operation)
         self.used.add(flat.index)
@@ -126,7 +126,7 @@ class TakesTurns:
         counters.bytes_between_nodes += self._leaving(nbytes)
 
     def _leaving(self, nbytes: int) -> int:
-        """Of a reduction of `nbytes`, what goes to other machines."""
+        """Bytes that a reduction of `nbytes` sends to other machines."""
         leaving = self.comm.leaving
         if self.deterministic:
             return leaving.unadded(nbytes, self.sharded)
@@ -135,7 +135,7 @@ class TakesTurns:
         return leaving.in_row(nbytes) + leaving.in_column(nbytes // self.comm.shards)
 
     def may_start(self, operation: int, position: int) -> bool:
-        """Whether the operation may start at once: if it is planned, or need not start in its round."""
+        """Whether the operation may start now: it is planned, or does not have to start in its round."""
         return self.streams.done > position or not self.has_turns(operation)
 
     def wait(self, pending: Pending, operation: int) -> torch.Tensor:
@@ -145,25 +145,25 @@ class TakesTurns:
             return pending.wait()
 
     def meet(self, what: str, place: tuple[int, int] | None = None) -> None:
-        """Wait until all ranks are here for the same thing, one of `consensus.MEETINGS`. What is exchanged next may be
-        of one parameter, of the flat and the index that `place` names: ranks then mean the same one."""
+        """Wait until all ranks are here for the same reason, one of `consensus.MEETINGS`. If the next exchange concerns
+        one parameter, `place` names its flat and index, so that all ranks mean the same one."""
         if self.comm.size == 1:
             return
         watched = nullcontext() if self.watcher is None else self.watcher.meets(what)
-        with watched, torch.inference_mode(False):  # what starts here is waited for elsewhere
+        with watched, torch.inference_mode(False):  # operations that start here are awaited elsewhere
             self.streams.meet(self, what, place)
 
     def has_turns(self, operation: int) -> bool:
-        """Whether an operation must start in the same order on all ranks, and so in its round. What is tagged may
-        start before; where ranks may not differ, so may all."""
+        """Whether an operation must start in the same order on all ranks, and so in its round. Tagged ones may start
+        before it; if ranks may not differ, all may."""
         return self.adaptive and not self.comm.is_tagged(operation, self.sharded)
 
     def is_dynamic(self, name: str) -> bool:
-        """Whether it is known that not every rank uses the unit."""
+        """Whether the unit is known not to be used by every rank."""
         return name in self.dynamic_units or any(fnmatch.fnmatchcase(name, f"{p}*") for p in self.declared)
 
     def turn(self, operation: int, mine: bool) -> None:
-        """A round of `operation` has come: take part, even if this rank did not ask for it."""
+        """The round of `operation` has come: take part, even if this rank does not need it."""
         self.turns[operation] += 1
         if self.has_turns(operation):
             if mine:
@@ -175,7 +175,7 @@ class TakesTurns:
         self._lend(operation)
 
     def pay(self, operation: int) -> None:
-        """Take part in a planned operation that this rank does not want."""
+        """Take part in a planned operation that this rank does not need."""
         self.turns[operation] += 1
         self._lend(operation)
 
@@ -193,7 +193,7 @@ class TakesTurns:
 
     def agree(self, flags: torch.Tensor, numbers: Sequence[int]) -> list[bool]:
         """At the end of a step: the element-wise maximum of `flags` over ranks, in place. Returns which of `numbers`
-        are the same on all. Says which units only some ranks have used, the first time, in one line."""
+        are the same on all ranks. Logs, once, which units only some ranks have used."""
         if self.comm.size == 1:
             return [True] * len(numbers)
         flats = self.flats

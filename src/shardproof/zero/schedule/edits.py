@@ -58,7 +58,7 @@ class Edits:
         self.waiting = None
 
     def refuse(self) -> None:
-        """Some ranks are, and others wait for something else: all of them name the parameter."""
+        """Some ranks are editing, and others wait for something else: all of them name the parameter."""
         places = [(flat, index) for flat in self.engine.flats for index in range(len(flat.names))]
         comm = self.engine.comm
         place = torch.tensor([-1 if self.waiting is None else places.index(self.waiting)], device=comm.device)
@@ -67,11 +67,11 @@ class Edits:
 
 
 def keep_edits(flat: Flat, look: bool) -> None:
-    """What a forward that ends did to the plain tensors in place of parameters, it did to the parameters.
+    """Apply edits that a forward made to the plain tensors to the parameters that these stood in for.
 
-    torch counts edits of a tensor and of its views, and not those through `.data` (`p.data.mul_()`), so these are
-    looked for: `look` says to compare values in this pass, and what was found once is compared in every pass. What the
-    parameter itself was given meanwhile (a step in the middle of forward) stays.
+    torch counts edits of a tensor and of its views, but not those through `.data` (`p.data.mul_()`), so these have to
+    be searched for: `look` says to compare values in this pass, and parameters found once are compared in every pass. A
+    change of the parameter itself meanwhile (a step in the middle of forward) stays.
 
     Raises:
         EngineError: data of another shape was assigned, or the parameter's own in another order; a parameter was
@@ -104,7 +104,8 @@ def keep_edits(flat: Flat, look: bool) -> None:
 
 
 def _as_shown(flat: Flat) -> bool:
-    """Whether a forward did nothing that torch tells to what it was shown. Asked in each: so of all views at once."""
+    """Whether a forward left its plain tensors as they were, as far as torch can tell. Runs in every forward, so it
+    looks at all views at once."""
     views = flat.open_views or []
     return (
         [view._version for view in views] == flat.open_versions
@@ -116,7 +117,7 @@ def _as_shown(flat: Flat) -> bool:
 
 
 def _check_graph(name: str, view: torch.Tensor) -> None:
-    """Refuse what would be lost, as it was done to the plain tensor in place of a parameter."""
+    """Refuse changes that would be lost, because they were made to the plain tensor instead of the parameter."""
     if not view.requires_grad or isinstance(view.grad_fn, SHOWN_BY):
         return
     if view.grad_fn is None:
@@ -131,7 +132,7 @@ def _check_graph(name: str, view: torch.Tensor) -> None:
 
 
 def _edited_unseen(flat: Flat) -> set[int]:
-    """Parameters whose gathered values are not those that this rank sent, as far as its slices go."""
+    """Parameters whose gathered values differ from those that this rank sent, within its slices."""
     if flat.whole is None or flat.whole.is_meta or flat.whole is flat.shard or flat.kept is not None:  # one memory
         return set()
     part, sent = flat.part_of(flat.whole), flat.sent
@@ -142,8 +143,8 @@ def _edited_unseen(flat: Flat) -> set[int]:
 
 
 def _same(flat: Flat, gathered: torch.Tensor, sent: torch.Tensor) -> bool:
-    """A little at a time: a copy of the whole shard may not fit. Of an accelerator, the host asks once."""
-    here = flat.engine.pool.keeps  # buffers, as it does on processors only
+    """Compare piece by piece: a copy of the whole shard may not fit. The host asks an accelerator only once."""
+    here = flat.engine.pool.keeps  # buffers are kept: only on CPUs
     piece = PIECE if here else PIECE_QUEUED
     pieces = zip(gathered.view(-1).split(piece), sent.view(-1).split(piece), strict=True)
     pairs = ((now, flat.at_work(then).to(flat.dtype)) for now, then in pieces)

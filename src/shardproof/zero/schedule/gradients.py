@@ -1,9 +1,9 @@
 """Gradients: what each rank contributes, when it is reduced, and when it is final.
 
 Contributions of this rank, divided by the number of ranks, add up in a whole-sized buffer, `Flat.partial`; a
-reduction turns it into a part of `Flat.grad`. Reductions run beside the backward pass. A gradient is final when
-it is first looked at (`p.grad`, clipping, the optimizer's step), outside of backward. With `deterministic` they
-are made pass by pass instead: see passes.py.
+reduction turns it into a part of `Flat.grad`. Reductions overlap with the backward pass. A gradient becomes final
+when it is first looked at (`p.grad`, clipping, the optimizer's step), outside backward. With `deterministic` they
+are added pass by pass instead: see passes.py.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from shardproof.zero.schedule.engine import Engine
     from shardproof.zero.units.flat import Flat
 
-REDUCTIONS_IN_FLIGHT = 1  # beside the one that backward writes; a second costs a unit and gains no time
+REDUCTIONS_IN_FLIGHT = 1  # besides the buffer that backward fills; a second takes memory for a unit and saves no time
 
 
 class Gradients:
     """The gradients of one engine.
 
     Attributes:
-        unsent: reductions whose turn has not come; `in_flight` those under way.
-        sync_depth: how many `no_sync` contexts are open.
+        unsent: reductions that wait for their turn; `in_flight`: those under way.
+        sync_depth: number of open `no_sync` contexts.
         dirty: whether this rank has contributed since gradients were final.
-        final: whether gradients are there and final on all ranks.
-        swept: which gradients were looked at in the present sweep, `last_look` the last. See `_begins_sweep`.
+        final: whether gradients exist and are final on all ranks.
+        swept: gradients looked at in the current sweep, `last_look`: the last of them. See `_begins_sweep`.
         updated: whether an optimizer has stepped since the last sweep.
-        cleared: whether gradients were set to None since the last end.
-        lent: by flat, reduced gradients of others that this rank only took part in. They may belong to a step that
-            this rank has not begun, so `zero_grad` must not clear them: they are added when gradients become final.
-        end_is_noted: whether autograd will call `end_backward` at the end of the present backward pass.
-        generation: how often gradients have changed.
+        cleared: whether gradients were set to None since the last end of a step.
+        lent: by flat, reductions that this rank took part in only for others. They may belong to a step that this rank
+            has not begun, so `zero_grad` must not clear them: they are added when gradients become final.
+        end_is_noted: whether autograd will call `end_backward` at the end of the current backward pass.
+        generation: number of changes of gradients.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -65,23 +65,23 @@ class Gradients:
     # --- inside backward --------------------------------------------------------------------------
 
     def note_backward(self) -> None:
-        """Have `end_backward` called when the outermost backward pass that we know of is through."""
+        """Have `end_backward` called at the end of the outermost backward pass that we know of."""
         if not self.end_is_noted:
             self.end_is_noted = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
 
     def receive(self, flat: Flat, got: list[tuple[int, torch.Tensor]], collected: dict[int, torch.Tensor]) -> None:
-        """Take this rank's whole gradients, by parameter. What must stay part of a graph is only collected."""
+        """Take this rank's whole gradients, by parameter. Those that must stay part of a graph are only collected."""
         if flat.gradient_hooks:
             got = [(index, self.hooked(flat, index, grad)) for index, grad in got]
         if flat.captured is not None:
             flat.captured.update(index for index, _ in got)
             collected.update(got)
             return
-        if not all(flat.requires_grad):  # frozen since the forward pass: torch gives these no gradient, either
+        if not all(flat.requires_grad):  # frozen since the forward pass: torch gives these no gradient either
             got = [(index, grad) for index, grad in got if flat.requires_grad[index]]
         self.note_backward()
-        if self.engine.copies.gradients:  # an edit from before comes before what is added now
+        if self.engine.copies.gradients:  # earlier edits come before this addition
             self.engine.copies.take_in_gradients()
             flat.gradient_changed()
         self.dirty, self.final = True, False
@@ -94,7 +94,7 @@ class Gradients:
 
     @staticmethod
     def hooked(flat: Flat, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """What the hooks of a parameter make of this rank's gradient."""
+        """This rank's gradient after the hooks of the parameter."""
         for hook in list(flat.gradient_hooks.get(index, {}).values()):  # one may remove itself
             result = hook(grad)
             if result is not None and result.shape != grad.shape:
@@ -106,10 +106,10 @@ class Gradients:
         return grad
 
     def gather_is_over(self, flat: Flat, whole_flat: bool, collected: dict[int, torch.Tensor]) -> torch.Tensor | None:
-        """Every use of one gather has contributed. Returns its gradient where `torch.autograd.grad` asks for it."""
+        """Every use of one gather has contributed. Returns its gradient if `torch.autograd.grad` asks for it."""
         flat.standing.differentiated(whole_flat)
         got = sorted(collected.items())
-        collected.clear()  # at once: the node may be there for the next pass, too
+        collected.clear()  # at once: the node may serve the next pass, too
         in_graph = self._reduce_in_graph(flat, got) if got else None
         if flat.captured is not None:
             return in_graph
@@ -144,13 +144,13 @@ class Gradients:
             self.start_next()
         else:
             self.start_what_can()
-        if self.engine.sharded or not self.comm.by_hand:  # else what is in flight is the gradient itself
+        if self.engine.sharded or not self.comm.by_hand:  # otherwise the gradient itself is in flight
             while len(self.unsent) > 1:
                 self.engine.streams.settle(self.unsent[0][2])
             self._drain(REDUCTIONS_IN_FLIGHT)
 
     def start_what_can(self) -> None:
-        """Start reductions whose turn has come by now, on a group that nobody else uses."""
+        """Start reductions whose turn has come by now, if the group is used by nobody else."""
         if self.unsent and self.comm.by_hand:
             self.engine.streams.advance()
 
@@ -160,32 +160,32 @@ class Gradients:
         self.in_flight.append((flat, self.start(flat, partial), position))
 
     def start(self, flat: Flat, partial: torch.Tensor | None) -> Pending:
-        """Start to reduce `partial`; None: this rank has nothing to add."""
+        """Start reducing `partial`; None: this rank has nothing to add."""
         engine = self.engine
         if partial is None:
             partial = engine.pool.take(flat.numel, flat.grad_dtype).zero_()
         return self.comm.reduction(partial, engine.sharded, engine.deterministic, engine.tag(2 * flat.index + 1))
 
     def lend(self, flat: Flat) -> None:
-        """Take part in a reduction that this rank has nothing to add to; its result is this rank's as well.
+        """Take part in a reduction to which this rank contributes nothing; its result counts for this rank as well.
 
-        Where several ranks hold the same gradient it waits in line: all must add the same results in the same order.
+        Where several ranks hold the same gradient, it is queued: all must add the same results in the same order.
         """
         pending = self.start(flat, None)
         if not self.engine.sharded:
             self.in_flight.append((flat, pending, -1))
-        elif self.dirty and self.comm.replicas > 1:  # it is of the step that this rank is in
+        elif self.dirty and self.comm.replicas > 1:  # it belongs to this rank's current step
             self.in_flight.append((flat, pending, -1))
             self._drain(0)
         else:
             self.keep_lent(flat, [self.engine.wait(pending, 2 * flat.index + 1)])
 
     def keep_lent(self, flat: Flat, reduced: Sequence[torch.Tensor]) -> None:
-        """Keep what others have reduced for the end of the step, added up where that is what adding it there does."""
+        """Keep reductions of others for the end of the step, summed already if that gives the same result."""
         _, terms = self.lent.setdefault(flat.index, (flat, []))
         one_order = self.comm.replicas > 1 or self.engine.deterministic
         for part in reduced:
-            terms.append(part.clone() if len(reduced) > 1 else part)  # else all of them would be held
+            terms.append(part.clone() if len(reduced) > 1 else part)  # otherwise all of them would be kept alive
             if flat.grad is None or not one_order:
                 for term in terms[1:]:
                     terms[0].add_(term)
@@ -201,14 +201,14 @@ class Gradients:
             flat.add_gradient(reduced)
 
     def take_lent(self, flat: Flat) -> None:
-        """Add what was kept of others' reductions."""
+        """Add the reductions of others that were kept."""
         for term in self.lent.pop(flat.index, (flat, []))[1]:
             flat.add_gradient(term)
 
     # --- after backward ---------------------------------------------------------------------------
 
     def end_backward(self) -> None:
-        """The backward pass is through: start reducing what is left."""
+        """The backward pass has ended: start reducing what is left."""
         self.end_is_noted = False
         if self.engine.deterministic:
             end_pass(self)
@@ -219,12 +219,12 @@ class Gradients:
             self._finish()
 
     def lend_pass(self) -> None:
-        """Take part in the end of a pass of others."""
+        """Take part in the end of a backward pass of others."""
         add_pass(self, mine=False)
 
     def _reduce_rest(self) -> None:
         left = [flat for flat in self.engine.flats if flat.partial is not None]
-        if left and self.engine.deterministic:  # a pass has ended in an exception
+        if left and self.engine.deterministic:  # a backward pass raised an exception
             end_pass(self)
             return
         with torch.inference_mode(False), torch.no_grad():
@@ -232,18 +232,18 @@ class Gradients:
                 self._reduce(flat)
 
     def finish(self) -> None:
-        """Make every gradient final, unless it is or a backward pass is under way."""
+        """Make every gradient final, unless they are or a backward pass is under way."""
         if not self.final and not in_backward():
             self._finish()
 
     def _begins_sweep(self, look: Collection[tuple[int, int]]) -> bool:
-        """Whether somebody begins to look through the gradients once more.
+        """Whether a look at a gradient begins a new sweep over them.
 
-        [Note: looking without having anything]
-        A rank without a batch has no gradient to give, yet it must be there when the others finish theirs. It
+        [Note: ranks without gradients]
+        A rank without a batch contributes no gradient, yet it has to take part when the others finish theirs, and it
         cannot know whether they have any. So every rank finishes whenever it begins a new sweep over the gradients,
-        which it does with one that it has looked at in the sweep before: `zero_grad` looks through them, and
-        clipping again. Only the first sweep after an update is free: there all ranks have just met.
+        that is, when it looks at one that it has already looked at in the current sweep: `zero_grad` goes through them,
+        and so does clipping. Only the first sweep after an update is free: all ranks have just met there.
         """
         if look == self.last_look and self.final:  # `if p.grad is not None: p.grad...`
             return False
@@ -262,13 +262,13 @@ class Gradients:
         for flat in self.engine.flats:
             for index, hooks in flat.post_hooks.items():
                 if index in flat.grown:
-                    flat.grown.discard(index)  # at once: a hook that looks at gradients comes here, too
+                    flat.grown.discard(index)  # at once: a hook that looks at gradients ends up here again
                     for hook in list(hooks.values()):
                         hook(flat.params[index])
 
     def come_to_an_end(self) -> None:
-        """All ranks are here: add what is still on its way, and agree on which gradients there are. Under inference
-        mode they would be made so that nobody could change them outside of it."""
+        """All ranks are here: add reductions still in flight, and agree on which gradients exist. Outside inference
+        mode, as tensors made in it cannot be changed later."""
         with torch.inference_mode(False), torch.no_grad():
             self.comm.words.forget()
             self._drain(0)
