@@ -1,19 +1,20 @@
 """How ranks that differ agree.
 
 [Note: streams]
-Before each collective that is not planned (plan.py) a rank sends every other rank one word: what it wants
-next. So every rank has a stream of words, in order, that all ranks read. The words travel beside the data and
-are read when a result is needed, when they have long arrived. Where the heads of all streams are equal,
-everybody meant the same operation and goes on. Where they differ, all ranks see the same heads and draw the
-same conclusion: the smallest word is carried out by all, those who did not ask for it lend their shard (a
-gather) or zeros (a reduction), and only those who asked go on to their next word. So any path on any rank comes
-to its end as long as each rank reaches its step. What needs all ranks at once (the end of a step, norms, a
-state dict) is a meeting: its words are the largest and cannot be lent, so ranks that are at different meetings
-know it at once. Only the end of a pass, where ranks meet with `deterministic`, is lent from all others: passes.py.
+Before each collective that is not planned (plan.py), a rank sends every other rank one word: the operation it
+wants next. So every rank has an ordered stream of words that all ranks read. Words travel alongside the data and
+are read when a result is needed, by which time they have long arrived. If the heads of all streams are equal,
+all ranks mean the same operation and go on. If they differ, all ranks see the same heads and draw the same
+conclusion: the smallest word is carried out by all; ranks that did not ask for it lend their shard (a gather) or
+zeros (a reduction), and only those that asked advance to their next word. So any path on any rank completes, as
+long as each rank reaches its step. An exchange that needs all ranks at once (the end of a step, norms, a state
+dict) is a meeting: its words are the largest and cannot be lent, so ranks that are at different meetings notice
+it immediately. Only the end of a backward pass, a meeting with `deterministic`, can be lent by all other ranks:
+see passes.py.
 
-On the CPU data is sent before its round comes, and may so be taken by an earlier round of the same operation.
-That is harmless (a gather sends the same weights, reductions add up) as long as every rank sends once for each
-round: `TakesTurns.turn` counts. So nobody ever waits for data of a later round than its own.
+On the CPU, data is sent before its round comes, and may therefore be received in an earlier round of the same
+operation. That is harmless (gathers send the same weights, reductions add up) as long as every rank sends exactly
+once per round, which `TakesTurns.turn` counts. So no rank ever waits for data of a later round than its own.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ if TYPE_CHECKING:
     from shardproof.zero.comm.tree import Tree
     from shardproof.zero.ranks.turns import TakesTurns
 
-    Place = tuple[int, int]  # of which flat, of which parameter in it
+    Place = tuple[int, int]  # a flat, and a parameter in it
 
-_OPERATIONS = 1 << 24  # words of one engine
+_OPERATIONS = 1 << 24  # words per engine
 _MEETING = 1 << 48
-_PLACE = 1 << 28  # times the parameter that a meeting is about; below it engines and what for
-_ENGINES = 1 << 20  # that may be at one kind of meeting
-_PARAMETERS = 1 << 18  # of one flat
+_PLACE = 1 << 28  # factor of the parameter that a meeting is about; the bits below hold engine and kind
+_ENGINES = 1 << 20  # engines per kind of meeting
+_PARAMETERS = 1 << 18  # parameters per flat
 
 PASS = "finish a backward pass"
 END = "finish a step"
@@ -72,23 +73,23 @@ MEETINGS = (
     BARRIER,
 )
 
-# Who is at one of these may take part in the end of a step on the way: it looks at gradients afterwards.
+# A rank at one of these may take part in the end of a step first: it looks at gradients afterwards.
 _BEFORE_LOOKING = {UPDATE, EDIT, BARRIER, "enter shardproof.whole", "collect the state dict", "load a state dict"}
 
 DECLARE = "Declare the units that only some ranks use: shardproof.shard(model, stage, dynamic=['visual'])."
 
-# Engines that share a process group take turns in one order, so they share its streams, which live as long as the
-# group: ranks collect models at different times.
+# Engines on the same process group take turns in one order, so they share its streams. These live as long as the group,
+# because models are garbage collected at different times on different ranks.
 _streams: dict[str, Made[Streams]] = {}
 
 
 def _word_of_meeting(number: int, what: str) -> int:
-    """The word of an engine's meeting. The lowest bit is free: it says that a rank has left the plan."""
+    """The word of an engine's meeting. Its lowest bit is free, and says whether the rank has left the plan."""
     return _MEETING + 2 * (MEETINGS.index(what) * _ENGINES + number)
 
 
 def _meeting_of_word(word: int) -> tuple[int, str]:
-    """Of which engine, and what for."""
+    """The engine's number, and the kind of meeting."""
     what, number = divmod((word - _MEETING) % _PLACE // 2, _ENGINES)
     return number, MEETINGS[what]
 
@@ -103,12 +104,12 @@ def _place_of_word(word: int) -> Place | None:
 
 
 def tag_of(number: int, operation: int) -> int:
-    """The tag of an operation's messages; engines on one group do not share tags."""
+    """The tag of an operation's messages; engines on one group have different tags."""
     return number * 65536 + operation
 
 
 def explained(error: Exception) -> Exception:
-    """`error`, or where a closed connection was its cause, one that says whose."""
+    """`error`, or, if a closed connection caused it, an error that names the lost rank."""
     if not is_closed_connection(error):
         return error
     watchdogs = (streams.watchdog for group, streams in _streams.values() if group is not None and group() is not None)
@@ -119,16 +120,16 @@ class Streams:
     """The streams of one process group.
 
     Attributes:
-        ranks: those that send words; one, where the others are imagined.
-        plan: what all ranks have agreed to do without words.
-        mine: words of this rank that no round has carried out yet; `theirs` the head of each other stream that has been
-            read and not carried out, by rank.
-        posted: how many operations and meetings this rank has come to.
-        words: how many words it has sent; `rounds_apart` how many rounds found ranks that differ.
-        paid: how many planned operations it carried out only because others rely on them.
+        ranks: the ranks that send words; only one if the others are imagined.
+        plan: operations that all ranks have agreed to carry out without words.
+        mine: words of this rank that no round has carried out yet; `theirs`: by rank, the head of its stream if it has
+            been read but not carried out.
+        posted: number of operations and meetings that this rank has come to.
+        words: number of words it has sent; `rounds_apart`: number of rounds in which ranks differed.
+        paid: number of planned operations that it carried out only because others rely on them.
         parted: whether ranks may have computed different things since the last `level`.
         seconds: time spent waiting for words.
-        watchdog: notices ranks that never come; None where there is one rank.
+        watchdog: notices ranks that never arrive; None with a single rank.
     """
 
     def __init__(self, comm: Collectives) -> None:
@@ -152,33 +153,33 @@ class Streams:
         return streams
 
     def join(self, engine: TakesTurns) -> int:
-        """Register an engine; its number is the same on all ranks, because they shard in the same order."""
+        """Register an engine. Its number is the same on all ranks, because they shard models in the same order."""
         self.engines[self.count] = engine
         self.count += 1
         return self.count - 1
 
     @property
     def done(self) -> int:
-        """How many of these were carried out."""
+        """How many of the posted operations were carried out."""
         return self.posted - len(self.mine)
 
     def announce(self, engine: TakesTurns, operation: int, size: Size) -> None:
-        """Note what an operation moves and how, so that this rank can take part when the model is gone here."""
+        """Note what an operation moves and how, so that this rank can take part even if its model is gone."""
         self.sizes[engine.number * _OPERATIONS + operation] = engine.comm, size
 
     def want(self, engine: TakesTurns, operation: int) -> int:
-        """Say what this rank wants next, unless the plan says it. Returns what to pass to `settle`."""
+        """Announce what this rank wants next, unless it is planned. Returns the position to pass to `settle`."""
         word = engine.number * _OPERATIONS + operation
         if self.plan.follow(word):
-            self.posted += 1  # and done: a plan begins when every word has been carried out
+            self.posted += 1  # and carried out: a plan starts when no words are left
         else:
             self._leave_plan()
             self._post(word)
         return self.posted - 1
 
     def meet(self, engine: TakesTurns, what: str, place: Place | None) -> None:
-        """Wait until all ranks are here for the same of `MEETINGS`, and about the same parameter where it is about
-        one; what they wanted before is carried out."""
+        """Wait until all ranks are at the same one of `MEETINGS`, and for the same parameter if it concerns one; earlier
+        operations of all ranks are carried out first."""
         word = _word_of_meeting(engine.number, what)
         on_plan = self.plan.at == len(self.plan.words) if what == END else self.plan.follow(word)
         if not on_plan:
@@ -187,7 +188,7 @@ class Streams:
         self.settle(self.posted - 1)
 
     def agree_on_plan(self, engine: TakesTurns, flags: torch.Tensor, numbers: Sequence[int]) -> list[bool]:
-        """At the end of a step: what `Collectives.agree` does, and a plan if all ranks have the same in mind."""
+        """At the end of a step: as `Collectives.agree`; starts a plan if all ranks have the same one in mind."""
         digest = self.plan.end(engine.number)
         if not all(each.adaptive for each in self.engines.values()):
             digest = 0
@@ -204,7 +205,7 @@ class Streams:
         self.words += 1
 
     def _leave_plan(self) -> None:
-        """This rank wants something else: pay what the others rely on, up to the next meeting."""
+        """This rank wants something else: first carry out what the others rely on, up to the next meeting."""
         for word in itertools.takewhile(lambda word: word < _MEETING, self.plan.leave()):
             self.paid += 1
             engine = self.engines.get(word // _OPERATIONS)
@@ -214,8 +215,8 @@ class Streams:
                 self._pay_for_the_gone(word, sent=False)
 
     def _pay_for_the_gone(self, word: int, sent: bool) -> None:
-        """The model is gone here, but who still counts on it must not wait. What is exchanged by hand may have been
-        `sent` before."""
+        """The model is gone here, but ranks that still use it must not wait. Data that is exchanged by hand may have been
+        `sent` already."""
         if word not in self.sizes:
             raise DesyncError(NOT_HERE)
         (comm, size), operation = self.sizes[word], word % _OPERATIONS
@@ -223,12 +224,12 @@ class Streams:
             comm.pay(operation, size, tag=tag_of(word // _OPERATIONS, operation))
 
     def settle(self, position: int) -> None:
-        """Hold rounds until this rank's word at `position` was carried out."""
+        """Run rounds until this rank's word at `position` has been carried out."""
         while self.done <= position:
             self._round()
 
     def advance(self) -> None:
-        """Hold the rounds that need no waiting; in a tree all do."""
+        """Run the rounds that need no waiting; in a tree there are none."""
         if self.comm.tree is not None:
             return
         others = [rank for rank in self.ranks if rank != self.comm.rank]
@@ -244,7 +245,7 @@ class Streams:
             heads = self._heads_by_tree()
         chosen = min(heads)
         self.parted |= len(set(heads)) > 1 or (chosen >= _MEETING and chosen % 2 == 1)  # off the plan
-        if chosen >= _MEETING and any(head != chosen for head in heads):  # has anybody left the plan?
+        if chosen >= _MEETING and any(head != chosen for head in heads):  # has any rank left the plan?
             leavers = [rank for rank, head in enumerate(heads) if head & 1]
             heads = [head & ~1 for head in heads]
             chosen = min(heads)
@@ -267,13 +268,13 @@ class Streams:
             self._lend_meeting(chosen, mine)
 
     def level(self) -> None:
-        """Behind a meeting: where one rank may hold what another has only lent, all of them hold nothing."""
+        """After a meeting: if one rank may hold a unit that another has only lent, all ranks drop what they hold."""
         for engine in list(self.engines.values()) if self.parted else ():
             engine.hold_nothing()
         self.parted = False
 
     def _unanimous(self) -> bool:
-        """Whether the heads of all streams are one; holds up who comes early. See comm/tree.py."""
+        """Whether the heads of all streams are equal; ranks that come early wait. See comm/tree.py."""
         start = time.monotonic()
         with self._waiting(-1, self.mine[0]):
             same = self.comm.agree([self.mine[0]])
@@ -287,9 +288,9 @@ class Streams:
             return cast("Tree", self.comm.tree).largest(heads).tolist()
 
     def _may_be_lent(self, chosen: int, heads: list[int]) -> bool:
-        """Whether some ranks are at a meeting, and the others at one that they may come to after it: at any after the
-        end of a pass; of a step, at what follows it, as a rank that has added nothing since gradients were final does
-        not end the step by itself."""
+        """Whether some ranks are at a meeting, and the others at one that may come after it. After the end of a pass that
+        is any; after the end of a step, one of those that follow it, as a rank that has contributed nothing since
+        gradients were final does not end the step by itself."""
         if chosen < _MEETING:
             return False
         number, what = _meeting_of_word(chosen)
@@ -302,9 +303,9 @@ class Streams:
         return what == END and all(n == number and w in _BEFORE_LOOKING for n, w in others)
 
     def _lend_meeting(self, chosen: int, mine: bool) -> None:
-        """Take part in a meeting that not all ranks have come to; this one has where it is `mine`."""
+        """Take part in a meeting that not all ranks have come to; `mine`: whether this one has."""
         number, what = _meeting_of_word(chosen)
-        if what == PASS:  # nobody knows what the others do next
+        if what == PASS:  # what the others do next is not known
             self.rounds_apart += 1
             self.plan.leave()
         if not mine:
@@ -335,14 +336,14 @@ class Streams:
         try:
             yield
         except RuntimeError as problem:
-            if not is_closed_connection(problem):  # of this rank, and only told here: what was queued has failed
+            if not is_closed_connection(problem):  # an error of this rank that shows here: something queued has failed
                 raise
             raise watchdog.lost(problem, rank) from None
         finally:
             watchdog.waiting = None
 
     def _apart(self, chosen: int, heads: list[int]) -> None:
-        """Ranks differ: refuse where that cannot be mended."""
+        """Ranks differ: refuse if that cannot be resolved."""
         self.rounds_apart += 1
         engine = self.engines.get(chosen // _OPERATIONS)
         if engine is None and chosen < _MEETING:
@@ -364,7 +365,7 @@ class Streams:
             raise self.refusal(f"The ranks are not doing the same thing:\n{lines}\n{advice}")
 
     def _refuse_edit(self, heads: list[int]) -> None:
-        """Where some ranks are about to edit a parameter, all of them name it."""
+        """If some ranks are about to edit a parameter, all ranks name it in their error."""
         meetings = [_meeting_of_word(head) for head in heads]
         editing = {number for number, what in meetings if what == EDIT} if len(set(meetings)) > 1 else set()
         engine = next((self.engines[number] for number in sorted(editing) if number in self.engines), None)
@@ -374,7 +375,7 @@ class Streams:
             engine.edits.refuse()
 
     def refusal(self, text: str) -> DesyncError:
-        """The error of ranks that cannot go on together."""
+        """The error for ranks that cannot go on together."""
         return DesyncError(cast("Watchdog", self.watchdog).agree_on_verdict(text))
 
     def describe(self, word: int) -> str:
