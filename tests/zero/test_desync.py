@@ -178,7 +178,7 @@ def test_who_copies_a_model_alone_is_told(tmp_path):
     """An average that only the first rank keeps: its copy is sharded, too."""
     _, errors, seconds = run("copy", tmp_path)
     assert seconds < 10
-    assert "on some ranks only a model was sharded, or a sharded one copied (copy.deepcopy)" in "".join(errors)
+    assert "a model was sharded, or a sharded one copied (copy.deepcopy)" in "".join(errors)
     assert "KeyError" not in "".join(errors)
 
 
@@ -186,14 +186,14 @@ def test_who_copies_a_model_alone_is_told(tmp_path):
 def test_a_rank_that_comes_to_its_end_early_is_named(tmp_path):
     _, errors, seconds = run("exit", tmp_path)
     assert seconds < 10
-    assert messages(errors) == ["shardproof: Rank 1 has come to the end of its program."]
+    assert messages(errors) == ["shardproof: Rank 1 has reached the end of its program."]
 
 
 @pytest.mark.slow
 def test_who_goes_on_alone_with_a_model_is_told_how_the_others_wait(tmp_path):
     _, errors, seconds = run("one rank alone", tmp_path)
     assert seconds < 10
-    assert "come to the end of its program" in errors[0]
+    assert "reached the end of its program" in errors[0]
     assert "shardproof.barrier(model)" in errors[0]
     out, errors, _ = run("one rank alone, a barrier at the end", tmp_path)
     assert "WHOLE True" in out[0]

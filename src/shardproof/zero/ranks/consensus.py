@@ -178,8 +178,8 @@ class Streams:
         return self.posted - 1
 
     def meet(self, engine: TakesTurns, what: str, place: Place | None) -> None:
-        """Wait until all ranks are at the same one of `MEETINGS`, and for the same parameter if it concerns one; earlier
-        operations of all ranks are carried out first."""
+        """Wait until all ranks are at the same one of `MEETINGS`, and for the same parameter if it concerns one.
+        Earlier operations of all ranks are carried out first."""
         word = _word_of_meeting(engine.number, what)
         on_plan = self.plan.at == len(self.plan.words) if what == END else self.plan.follow(word)
         if not on_plan:
@@ -215,8 +215,8 @@ class Streams:
                 self._pay_for_the_gone(word, sent=False)
 
     def _pay_for_the_gone(self, word: int, sent: bool) -> None:
-        """The model is gone here, but ranks that still use it must not wait. Data that is exchanged by hand may have been
-        `sent` already."""
+        """The model is gone here, but ranks that still use it must not wait. Data that is exchanged by hand may have
+        been `sent` already."""
         if word not in self.sizes:
             raise DesyncError(NOT_HERE)
         (comm, size), operation = self.sizes[word], word % _OPERATIONS
@@ -288,8 +288,8 @@ class Streams:
             return cast("Tree", self.comm.tree).largest(heads).tolist()
 
     def _may_be_lent(self, chosen: int, heads: list[int]) -> bool:
-        """Whether some ranks are at a meeting, and the others at one that may come after it. After the end of a pass that
-        is any; after the end of a step, one of those that follow it, as a rank that has contributed nothing since
+        """Whether some ranks are at a meeting, and the others at one that may come after it. After the end of a pass
+        that is any; after the end of a step, one of those that follow it, as a rank that has contributed nothing since
         gradients were final does not end the step by itself."""
         if chosen < _MEETING:
             return False

@@ -8,7 +8,7 @@ from types import FrameType
 import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-# Where one waits for others; what lies beside it (checkpoint/) writes files, too.
+# Modules that wait for other ranks; others nearby (checkpoint/) also write files.
 _WAITING = "distributed_c10d.py", "_functional_collectives.py", "nn/functional.py"
 _COLLECTIVES = tuple(f"{_TORCH}distributed{os.sep}{file}" for file in _WAITING)
 _ENGINE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -31,8 +31,8 @@ def place_in_user_code(frame: FrameType | None) -> str:
 
 
 def collective_of_the_user(frame: FrameType | None) -> tuple[str, int]:
-    """The function of torch.distributed that user code is in, and its frame's identity; nothing where the engine
-    has called one. It lies between where a sharded tensor is given: `dist.broadcast(p.data, 0)`."""
+    """The function of torch.distributed that user code is in, and the identity of its frame; empty if the engine has
+    called it. The engine lies in between if it was given a sharded tensor: `dist.broadcast(p.data, 0)`."""
     inside = frame is not None and frame.f_code.co_filename.startswith(_TORCH)
     call, outermost = "", 0
     while inside and frame is not None and frame.f_code.co_filename.startswith((_TORCH, _ENGINE)):

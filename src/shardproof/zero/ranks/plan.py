@@ -1,15 +1,15 @@
-"""What all ranks have agreed to do until the end of the step.
+"""The operations that all ranks have agreed to carry out until the end of the step.
 
 [Note: plans]
-Most models do the same in every step. When a step ends, each rank looks up what followed the last times that a
-step was like this one. If that repeats, and is the same on all ranks (they compare digests while they agree on
-which gradients there are), it is the plan of the next step: every rank commits itself to carry it out, in that
-order. So nobody has to ask: a planned operation starts at once.
+Most models do the same in every step. When a step ends, each rank looks up what followed earlier steps that were
+like this one. If that has repeated, and is the same on all ranks (they compare digests while they agree on which
+gradients exist), it becomes the plan of the next step: every rank commits itself to carry it out, in that order. So
+no rank has to ask: a planned operation starts at once.
 
-A rank that comes to want something else leaves the plan. The others rely on it, so it first pays what it owes up to
-the next meeting: its shards for gathers, zeros for reductions. From then on it sends words (consensus.py). The
-word of the meeting tells the others, and all drop what the plan says of the time behind it. A plan that was left
-has to repeat twice as often before it is trusted again, so a program without habits pays little.
+A rank that needs something else leaves the plan. The others rely on it, so it first takes part in the operations it
+owes up to the next meeting: with its shards in gathers, with zeros in reductions. From then on it sends words
+(consensus.py). Its word at the meeting tells the others, and all drop the rest of the plan. A plan that was left has
+to repeat twice as often before it is trusted again, so a program without habits loses little.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _HABITS = 64
 
 @dataclass
 class _Habit:
-    """What followed one kind of step: the words of the last time, how often in a row, and how often is enough."""
+    """What followed one kind of step: the words of the last time, how often they repeated, and how often they need
+    to."""
 
     words: tuple[int, ...] = ()
     repeats: int = 0
@@ -34,11 +35,11 @@ class _Habit:
 
 
 class Plan:
-    """The plan of the present step, and the habits that the next ones come from.
+    """The plan of the current step, and the habits from which the next ones are made.
 
     Attributes:
-        words: the operations and meetings agreed on; empty where there is no plan.
-        at: how many of them this rank has come to.
+        words: the operations and meetings agreed on; empty if there is no plan.
+        at: number of them that this rank has reached.
         left: whether this rank has left the plan since the last end.
     """
 
@@ -52,7 +53,7 @@ class Plan:
         self._candidate: tuple[int, ...] = ()
 
     def follow(self, word: int) -> bool:
-        """Note what this rank wants. Returns whether that is what the plan says comes next."""
+        """Note what this rank wants. Returns whether it is what the plan has next."""
         if len(self._since) < _LONGEST:
             self._since.append(word)
         if self.at < len(self.words) and self.words[self.at] == word:
@@ -68,7 +69,7 @@ class Plan:
         return rest
 
     def end(self, word: int) -> int:
-        """A step has ended with the meeting `word`. Returns the digest of what this rank would plan, 0 for nothing."""
+        """A step has ended with the meeting `word`. Returns the digest of what this rank would plan; 0: nothing."""
         since = tuple(self._since)
         habit = self._habits.setdefault(self._after, _Habit())
         if self.left:

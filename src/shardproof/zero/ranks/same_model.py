@@ -1,4 +1,4 @@
-"""Ranks that are about to cut a model have the same one: compared before anything is cut or sent."""
+"""All ranks must shard the same model: compared before anything is cut or sent."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def check_same_model(engine: Engine, places: Places, first: bool) -> None:
-    """Refuse, on all ranks, what they would cut otherwise: each would take parts of other parameters for its own.
+    """Refuse, on all ranks, models that differ: each rank would take parts of other parameters for its own.
 
     Args:
-        places: the parameters that are to be cut.
-        first: whether the model is sharded just now; else these parameters were attached to it.
+        places: the parameters to be cut.
+        first: whether the model is being sharded; otherwise these parameters were attached to it later.
 
     Raises:
-        DesyncError: with the first thing that differs, and the rank that has another than rank 0.
+        DesyncError: with the first difference, and the rank that differs from rank 0.
     """
     lines = [*(_settings(engine) if first else ()), *_parameters(places)]
     comm = engine.comm

@@ -1,24 +1,24 @@
-"""Who is where: ranks that wait for each other for good end soon, with one message.
+"""The watchdog: ranks that wait for each other forever end soon, with one message that says where each is.
 
 [Note: what is noticed, and how]
-A rank whose process ends closes its connections, so whoever waits for it wakes with an error at once; what it
-knew about its end (an exception, the end of its program) it left in the store of the process group before.
-A rank that lives but never comes (it sits in a collective of the user's own) is found by a thread on every rank:
-while somebody waits for long, each thread publishes what its main thread does. When all ranks are blocked,
-at least one of them outside of the engine, nothing can move any more. A rank that computes, loads or
-saves is never blamed, however long it takes: who waits for it is told where it is. Where all ranks wait in the engine
-itself, or in collectives of the user's own, data is on its way; if that takes half an hour, they end too.
+A rank whose process ends closes its connections, so ranks that wait for it get an error immediately; the reason for
+its end (an exception, the end of its program) it has left in the store of the process group before. A rank that is
+alive but never arrives (it sits in a collective of user code) is found by a thread on every rank: while any rank
+waits for long, each thread publishes what its main thread is doing. When all ranks are blocked, at least one of them
+outside the engine, nothing can move any more. A rank that computes, loads or saves is never blamed, however long it
+takes: ranks that wait for it are told where it is. If all ranks wait in the engine itself, or in collectives of user
+code, data is in flight; if that takes half an hour, they end too.
 
 [Note: blocked at one moment]
-What a rank has said of itself is some time ago: by now it may be on its way, and who waited for it may sit in the next
-collective. On a busy machine a thread says nothing for seconds. So there is a verdict only if each rank was found in
-one and the same wait twice: by what it had said before some moment, and by what it began to look at after it. All were
-blocked at that moment, then. Two waits are told apart by when they began, calls of collectives by their frame and by
-whether the engine has waited in between, as the next call's frame may lie where that of the last one lay.
+A rank's last report may be out of date: meanwhile it may have moved on, and a rank that waited for it may be in the
+next collective. On a busy machine a thread reports nothing for seconds. So there is a verdict only if each rank was
+found in the same wait twice: in a report from before some moment, and in one that was begun after it. Then all ranks
+were blocked at that moment. Waits are told apart by when they began; calls of collectives by their frame and by
+whether the engine has waited in between, as the frame of the next call may get the address of the last one.
 
 [Note: waking a blocked rank]
-A thread that waits inside gloo hears no Python exception. But a receive whose time limit passes makes gloo close
-the connections of its group, and all that waits there ends with an error.
+A thread that waits inside gloo receives no Python exception. But when a receive times out, gloo closes the connections
+of its group, and everything that waits there ends with an error.
 """
 
 from __future__ import annotations
@@ -48,22 +48,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shardproof.zero")
 
-# To who saves or evaluates under `if rank == 0`, while the others end.
+# For ranks that save or evaluate under `if rank == 0`, while the others end.
 _ALONE = (
-    " What one rank does alone with a model takes the others' shards, too: end with shardproof.barrier(model) on all "
-    "ranks, which waits and lends them, or save with shardproof.save or shardproof.full_state_dict on all ranks."
+    " A rank that uses a model alone still needs the others' shards: end with shardproof.barrier(model) on all ranks, "
+    "which waits and lends them, or save with shardproof.save or shardproof.full_state_dict on all ranks."
 )
-# To who needs a part of a model that was sharded, or copied, on some ranks only.
+# For a rank that needs a part of a model that was sharded, or copied, on some ranks only.
 NOT_HERE = (
-    "Another rank needs a part of a model that this rank does not have: on some ranks only a model was sharded, or a "
-    "sharded one copied (copy.deepcopy). Do it on all ranks. For a copy on one rank, call "
-    "shardproof.full_state_dict(model) on all, and load what it returns there into a model that is not sharded."
+    "Another rank needs a part of a model that this rank does not have: a model was sharded, or a sharded one copied "
+    "(copy.deepcopy), on some ranks only. Do it on all ranks. For a copy on one rank, call "
+    "shardproof.full_state_dict(model) on all ranks, and load the result on that one into a model that is not sharded."
 )
-STILL = 180  # times the patience: half an hour in which nobody does anything but wait for data
+STILL = 180  # times the patience: half an hour in which all ranks do nothing but wait for data
 
 
 class Wait(NamedTuple):
-    """The engine waits: for whom (negative: anybody), for what, since when (monotonic seconds), and in which phase."""
+    """A wait of the engine: for which rank (negative: any), for what, since when (monotonic seconds), in which
+    phase."""
 
     rank: int
     word: int
@@ -72,8 +73,8 @@ class Wait(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What a rank has said of itself: what its main thread does, for how many seconds, in words, since when by its own
-    clock; and how many times it has said anything."""
+    """A rank's report: what its main thread does, for how many seconds, in words, since when by its own clock; and how
+    many reports it has made."""
 
     kind: str
     age: float
@@ -83,7 +84,7 @@ class Said(NamedTuple):
 
 
 def _own_exception(error: BaseException | None) -> BaseException | None:
-    """The exception that was handled when ranks fell apart: only this rank had it, and so only this rank shows it."""
+    """The exception being handled when ranks parted: only this rank had it, so only this rank shows it."""
     while error is not None and (isinstance(error, DesyncError) or is_closed_connection(error)):
         error = error.__cause__ or error.__context__
     return error
@@ -96,8 +97,8 @@ class Watchdog:
         describe: turns a word of the streams into "gather 'layers.3'" and the module that is running, if any.
 
     Attributes:
-        patience: seconds after which ranks that wait for each other for good are ended.
-        waiting: what this rank waits for, set around each wait; `waits` how often it has waited.
+        patience: seconds after which ranks that wait for each other forever are ended.
+        waiting: what this rank waits for, set around each wait; `waits`: number of waits so far.
     """
 
     def __init__(self, comm: Collectives, describe: Callable[[int], tuple[str, str]]) -> None:
@@ -124,7 +125,7 @@ class Watchdog:
     # --- errors ---------------------------------------------------------------------------------
 
     def places(self, number: int) -> list[str]:
-        """Where each rank is that has come to the same verdict, or does so soon; `number` tells it from others."""
+        """Where each rank is that comes to the same verdict, now or soon; `number` identifies it."""
         self.store.set(f"apart/{number}/{self.comm.rank}", f", at {place_in_user_code(self._main_frame())}")
         end = time.monotonic() + self.patience
         found: list[str] = []
@@ -135,8 +136,8 @@ class Watchdog:
         return found
 
     def lost(self, problem: Exception, rank: int = -1) -> DesyncError:
-        """The wait of this rank, for `rank` or (negative) for all, has ended because a connection was closed: to which,
-        `problem` may tell."""
+        """The error for a wait of this rank, for `rank` or (negative) for all, that ended because a connection was
+        closed; `problem` may tell which."""
         ranks = [r for r in range(self.comm.size) if r != self.comm.rank]
         rank, silent, address = getattr(problem, "rank", rank), fell_silent(str(problem)), address_in(str(problem))
         over = [] if silent else [r for r in ranks if self._get(f"left/{r}")]
@@ -144,14 +145,14 @@ class Watchdog:
         lost = over or there or self._lost() or [r for r in ranks if r == rank]
         who = self._names(lost) if lost else "Another rank"
         if over:
-            reason = f"{who} has come to the end of its program."
+            reason = f"{who} has reached the end of its program."
         elif silent:
-            reason = f"{who} does not answer any more: the machine or the network between is down."
+            reason = f"{who} does not answer any more: its machine or the network is down."
         else:
             reason = f"{who} is gone: killed, crashed, or out of memory; its own output may say more."
         verdict = self.agree_on_verdict(reason)
         wait = self.waiting
-        if wait is None or "\n" in verdict:  # a verdict of several lines tells of all ranks
+        if wait is None or "\n" in verdict:  # a verdict of several lines covers all ranks
             return DesyncError(verdict)
         mine = self._names([self.comm.rank])
         return DesyncError(
@@ -159,21 +160,22 @@ class Watchdog:
         )
 
     def _lost(self) -> list[int]:
-        """The ranks whose connection is closed, without those that have closed theirs because they look, too."""
+        """Ranks whose connection is closed, except those that have closed theirs because they are looking, too."""
         self.leave_word("looks")
         return [r for r in self.comm.lost_ranks() if not self._get(f"looks/{r}")]
 
     def leave_word(self, word: str) -> None:
-        """Tell the others something of this rank."""
+        """Leave a word about this rank for the others."""
         with contextlib.suppress(Exception):  # the process that holds the store is gone as well
             self.store.set(f"{word}/{self.comm.rank}", "1")
 
     def _main_frame(self) -> FrameType | None:
-        """Of the main thread, from any: with an accelerator, backward runs in a thread of torch's."""
+        """The frame of the main thread, from any thread: with an accelerator, backward runs in one of torch's
+        threads."""
         return sys._current_frames().get(self._main)
 
     def _names(self, ranks: list[int]) -> str:
-        """`Rank 2, 3`, with their machine where there are several: `Rank 2, 3 on node-b`."""
+        """`Rank 2, 3`, with the machine if there are several: `Rank 2, 3 on node-b`."""
         hosts = [host.name for host in self.comm.hosts]
         if len(set(hosts)) == 1:
             return f"Rank {', '.join(map(str, ranks))}"
@@ -181,7 +183,7 @@ class Watchdog:
         return " and ".join(f"{'r' if n else 'R'}ank {', '.join(at[host])} on {host}" for n, host in enumerate(at))
 
     def agree_on_verdict(self, reason: str) -> str:
-        """The first verdict of any rank stands."""
+        """The first verdict of any rank counts."""
         try:
             return self.store.compare_set("verdict", "", reason).decode()
         except Exception:  # the process that holds the store is gone as well
@@ -194,8 +196,8 @@ class Watchdog:
             return b""
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, tb: Any) -> None:
-        """The program of this rank ends: leave word for the others, and show only what nobody else shows."""
-        if os.getpid() != self._process:  # a child by fork: it is no rank, and its connections are the rank's
+        """The program of this rank ends: leave word for the others, and show only what no other rank shows."""
+        if os.getpid() != self._process:  # a forked child is not a rank, and its connections are the rank's
             self._previous_hook(kind, error, tb)
             return
         known = self._get("verdict").decode()

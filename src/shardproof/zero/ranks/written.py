@@ -74,14 +74,14 @@ def _read(digests: dict[_Key, torch.Tensor]) -> dict[_Key, int]:
 
 
 class Written:
-    """What one rank has written since the last end of a step.
+    """Values that one rank has written since the last end of a step.
 
     Attributes:
-        numbers: by parameter, the operations that the engine carried out, with their plain numbers; `tensors` the
-            digests of their plain tensors, which stay on their device; `places` where in the user's code.
-        left: by parameter, the digest of the values that an edit of a plain tensor has left; `replaced` of those that
-            the engine has changed since.
-        stepped: for each step of an optimizer and each of `_SETTINGS`: the optimizer's class, which setting, and its
+        numbers: by parameter, the operations that the engine carried out, with their plain numbers; `tensors`: digests
+            of their plain tensors, which stay on their device; `places`: where in user code.
+        left: by parameter, the digest of the values after an edit of a plain tensor; `replaced`: of those that the
+            engine has changed since.
+        stepped: for each step of an optimizer and each of `_SETTINGS`: the optimizer's class, the setting, and its
             values in all groups.
     """
 
@@ -90,7 +90,7 @@ class Written:
         self.clear()
 
     def clear(self) -> None:
-        """The ranks have compared."""
+        """Start again, after ranks have compared."""
         self.numbers: dict[_Key, int] = {}
         self.tensors: dict[_Key, torch.Tensor] = {}
         self.places: dict[_Key, str] = {}
@@ -107,9 +107,9 @@ class Written:
             self.stepped.append((type(optimizer).__name__, name, [g.get(name) for g in optimizer.param_groups]))
 
     def note(self, key: _Key, operation: str, operands: Iterable[Any]) -> None:
-        """The engine carries out `operation` on a parameter or a gradient. Of `operands` what is plain counts; not
-        the factor of clipping, a tensor of one element that gradients are multiplied by, as the host would have to
-        wait for it in each step."""
+        """The engine carries out `operation` on a parameter or a gradient. Only plain `operands` count; not the factor
+        of clipping, a one-element tensor that gradients are multiplied by, as the host would have to wait for it in
+        each step."""
         if not self.engine.comm.real:
             return
         operands = list(operands)
@@ -126,22 +126,22 @@ class Written:
                 self.tensors[key] = digest if before is None else before.to(digest.device) * _FACTOR + digest
 
     def note_left(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
-        """An edit of a plain tensor that stands in for a parameter has left `whole`."""
+        """An edit of a plain tensor that stands in for a parameter has resulted in `whole`."""
         if self.engine.comm.real:
             with self.engine.unseen(), torch.no_grad():
                 self.left[False, flat.index, index] = _digest_of_left(whole)
 
     def _note_kept(self) -> None:
-        """Look at what would hold an edit that torch does not count (`p.data.mul_()`): a gathered buffer that this
-        rank's part is a part of. See [Note: one copy] in units/flat.py."""
+        """Note the values of gathered buffers that contain this rank's shard: they may hold edits that torch does not
+        count (`p.data.mul_()`). See [Note: one copy] in units/flat.py."""
         for flat in self.engine.flats:
             if flat.kept is not None and flat.fresh and flat.gathering is None:
                 for index in range(len(flat.names)):
                     self.note_left(flat, index, flat.view(flat.gathered, index))
 
     def note_changed(self, flat: Flat, indices: Iterable[int]) -> None:
-        """The engine has changed parameters: what was left before is there no more. A rank that has left nothing may
-        have had the same values, so of these only ranks that have are compared."""
+        """The engine has changed parameters, so earlier edits are gone. A rank without an edit may have had the same
+        values, so only ranks that had one are compared."""
         for index in indices if self.left else ():
             key = False, flat.index, index
             if key in self.left:
@@ -150,11 +150,11 @@ class Written:
     # --- at the end of a step, or where values are collected, on all ranks alike ----------------------
 
     def numbers_to_compare(self) -> tuple[int, int, int, int]:
-        """How many values were changed, what was carried out, what was left, and what was replaced. The host waits for
+        """Number of changed values, and digests of `numbers` and `tensors`, `left`, and `replaced`. The host waits for
         the device only if something was written."""
         if self.engine.invariants.compares_at_this_end:
             self._note_kept()
-        for flat in self.engine.flats:  # here on all ranks, whenever a rank would have come across it
+        for flat in self.engine.flats:  # here on all ranks, whenever each would have noticed it
             self.engine.absorb_edits(flat)
         carried_out = sorted((*key, number) for key, number in self.numbers.items())
         found = (_read(each) for each in (self.tensors, self.left, self.replaced))
@@ -164,7 +164,7 @@ class Written:
         return self.engine.changes, written, hash(left) & BITS, hash(replaced) & BITS
 
     def compare(self, changes_alike: bool, carried_out_alike: bool, left_alike: bool, replaced_alike: bool) -> None:
-        """Compare more closely what is not the same on all ranks, and begin anew.
+        """Compare in detail what is not the same on all ranks, and start again.
 
         Raises:
             DesyncError: the ranks have written different values, or some have and others have not.
@@ -182,7 +182,7 @@ class Written:
             self.clear()
 
     def compare_now(self) -> None:
-        """The same where all ranks have just met, for what was written since the last end of a step.
+        """The same where all ranks have just met, for values written since the last end of a step.
 
         Raises:
             DesyncError: the ranks have written different values.
@@ -207,9 +207,9 @@ class Written:
             raise DesyncError(
                 f"The ranks have stepped with different learning rates or other settings ({optimizer}, "
                 f"{name.replace('lr', 'learning rate')} {', '.join(map(str, values[:5]))} on rank "
-                f"{self.engine.comm.rank}). Each would update its part of the parameters by its own. What sets them "
-                "(ReduceLROnPlateau, a rule of your own) must see the same number on all ranks: average a rank's own "
-                "loss first (torch.distributed.all_reduce)."
+                f"{self.engine.comm.rank}). Each would update its part of the parameters with its own. Code that sets "
+                "them (ReduceLROnPlateau, your own schedule) must see the same number on all ranks: average a rank's "
+                "own loss first (torch.distributed.all_reduce)."
             )
         raise self._error([keys[i - len(settings)] for i in apart])
 
@@ -243,14 +243,14 @@ class Written:
         where = next((f", at {self.places[key]}" for key in keys if key in self.places), elsewhere)
         return DesyncError(
             f"{'the gradients of ' if gradients else ''}{some(given)}: the ranks have written different values"
-            f"{where}. Each would keep its part of its own. What comes from a rank's own batch, average over ranks "
-            "first (torch.distributed.all_reduce); what is drawn at random, draw with one seed on all ranks, or "
-            "broadcast. What may differ between ranks belongs in a buffer."
+            f"{where}. Each would keep its part of its own values. Average values from a rank's own batch over ranks "
+            "first (torch.distributed.all_reduce); draw random ones with the same seed on all ranks, or broadcast "
+            "them. Values that may differ between ranks belong in a buffer."
         )
 
 
 def _present(flat: Flat, index: int) -> torch.Tensor:
-    """The whole value, 1-D, as a gather would bring it; all ranks are here. Bytes are added, as -0.0 would be lost."""
+    """The whole value, 1-D, as a gather would return it; all ranks are here. Adds bytes, as -0.0 would get lost."""
     first, last = flat.range_in_parameter(index)
     local = flat.at_work(flat.locals[index].detach().view(-1)).to(flat.dtype)
     whole = torch.zeros(flat.numels[index], dtype=flat.dtype, device=local.device)
