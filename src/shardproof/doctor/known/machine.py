@@ -75,8 +75,7 @@ MACHINE = (
         "torchrun, accelerate launch",
         (r"errors\.ChildFailedError", r"\bfailed \(exitcode: 1\)"),
         "A process of the job ended with an error. This is the launcher's list of them, not the error.",
-        "torchrun prints it last, and the traceback of the process is above it, often far above, or in its own"
-        " log.",
+        "torchrun prints it last, and the traceback of the process is above it, often far above, or in its own log.",
         "Look for the first `Traceback` of the rank under `Root Cause (first observed failure)`.",
         "The rank that failed first says why, once, as the last thing printed.",
         (
@@ -122,8 +121,7 @@ MACHINE = (
         "A dataset or a collator that creates GPU tensors in data loader workers; ranks that are forked after"
         " torch.cuda was first used.",
         "CPU tensors in workers; the start method 'spawn'; no CUDA before the processes are started.",
-        "Ranks are forked only where there is no accelerator. Plugin code in workers has to stay on the CPU here"
-        " too.",
+        "Ranks are forked only where there is no accelerator. Plugin code in workers has to stay on the CPU here too.",
         ("pytorch/pytorch#40403", "traveller59/spconv#408", "shubham-goel/4D-Humans#59"),
     ),
     Known(
