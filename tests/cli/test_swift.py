@@ -309,7 +309,10 @@ def test_an_option_means_what_it_means_there(theirs, ours):
 @pytest.mark.parametrize(
     ("theirs", "text"),
     [
-        ("--model tiny --model_revision v2", "--model-revision v2 is for models from the hub, and --model tiny is not one"),
+        (
+            "--model tiny --model_revision v2",
+            "--model-revision v2 is for models from the hub, and --model tiny is not one",
+        ),
         ("--adapters run", "--adapters run: there is no such folder. Name a run of adapters"),
         ("--agent_template llama3", "--agent-template llama3: that is the form of a family of models, whose own chat"),
         ("--agent_template qwen_en_parallel", "--agent-template qwen_en_parallel: take qwen_en, which writes several"),
@@ -328,7 +331,7 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--deepspeed zero7", "none of zero0 to zero3"),
         ("--epochs 3 --num_train_epochs 3", "--epochs and --num-train-epochs are the same option"),
         ("--stage 1 --deepspeed zero3", "--stage and --deepspeed are the same option"),
-        ("--gradient_checkpointing_kwargs on", "no JSON object"),
+        ("--gradient_checkpointing_kwargs on", "not a JSON object"),
         ("--num_train_epoch 3", "Did you mean --num-train-epochs?"),
         ("--stage 3 --stage 2", "--stage stands there twice"),
         ("--dataset a --dataset b", "several values follow one option"),
@@ -1229,7 +1232,7 @@ def test_rows_of_a_hub_are_said_to_be_read_without_what_swifts_list_has_for_them
         ("--add_non_thinking_prefix false", "the model's own template writes an empty thought or none"),
         (
             "--task_type embedding --loss_type online_contrastive",
-            "--loss-type online_contrastive: an option of ms-swift",
+            "--loss-type online_contrastive: an ms-swift option",
         ),
         ("--loss_type focal", "--loss focal: there is no such loss"),
         ("--val_dataset v --eval_metric acc", "--metrics acc: there is no such metric"),
