@@ -81,5 +81,5 @@ def test_a_token_is_not_printed() -> None:
         assert not missing
         assert "hf_secret" not in "".join([command, *notes])
         assert any(re.match("--hub-token is left out: HF_TOKEN says it", note) for note in notes)
-    with pytest.raises(ConfigError, match=r"^--hub-token: an option of ms-swift .*; set HF_TOKEN in the environment"):
+    with pytest.raises(ConfigError, match=r"^--hub-token: an ms-swift option .*; set HF_TOKEN in the environment"):
         sft.parse(["--hub_token", "hf_secret"])
