@@ -85,7 +85,7 @@ def test_a_command_is_the_one_here(command, theirs, ours):
         (
             "export",
             "--model m --quant-method hqq --quant-bits 4",
-            "--quant-method hqq --quant-bits 4: an option of ms-s",
+            "--quant-method hqq --quant-bits 4: an ms-swift option",
         ),
         ("export", "--model m --quant-method bnb --quant-bits 8", "int8 is the form of eight bits"),
         ("export", "--model m --quant-method gptq --quant-bits 4", "without --dataset: .* name rows to calibrate with"),
