@@ -113,7 +113,7 @@ def test_a_mistake_in_a_shell(tmp_path, argv: list[str], text: str) -> None:
     [
         (["stf"], "Did you mean 'sft'?"),
         (["--hepl"], "Did you mean '--help'?"),
-        (["--model", "m", "sft"], "There is no command '--model'. Options stand behind a command."),
+        (["--model", "m", "sft"], "There is no command '--model'. Options go after a command."),
         (["deploy", "--model", "x"], "'shardproof export RUN FOLDER', then 'vllm serve FOLDER'"),
         (["eval"], "'shardproof infer RUN --dataset test.jsonl' writes answers beside the right ones"),
         (["app"], "'shardproof infer RUN' talks"),

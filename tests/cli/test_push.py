@@ -185,10 +185,10 @@ def test_the_weights_of_an_older_model_are_not_taken_for_these(hub: Hub, model: 
     [
         (None, "me/mine", r"there is no token. Set HF_TOKEN, or log in with 'hf auth login'; .*/settings/tokens\."),
         ("hf_unknown", "me/mine", "the hub does not take this token: Invalid user token"),
-        ("hf_reads", "me/mine", "the token may read, and not write there"),
-        ("hf_of_another", "me/mine", "the token may read, and not write there"),
-        ("hf_writes", "them/mine", "the token is that of me, who is a member of ours, theirs, and not of them"),
-        ("hf_writes", "theirs/mine", "me may read what theirs has, and not write there"),
+        ("hf_reads", "me/mine", "the token may read but not write there"),
+        ("hf_of_another", "me/mine", "the token may read but not write there"),
+        ("hf_writes", "them/mine", "the token belongs to me, who is a member of ours, theirs, not to them"),
+        ("hf_writes", "theirs/mine", "me may read the repositories of theirs but not write there"),
         ("hf_writes", "mine", "a repository is named OWNER/NAME"),
     ],
 )
@@ -210,7 +210,7 @@ def test_a_token_of_one_repository_may_write_there(hub: Hub, model: Path) -> Non
 
 def test_what_others_see_already_is_not_private(hub: Hub) -> None:
     hub.repos["me/mine"] = (False, {})
-    with pytest.raises(ConfigError, match=r"--private: it is there already, and everybody sees it. Make it private on"):
+    with pytest.raises(ConfigError, match=r"--private: it already exists and is public. Make it private on"):
         push.target("me/mine", True, None)
     hub.repos["me/mine"] = (True, {})
     push.target("me/mine", True, None)
@@ -220,7 +220,7 @@ def test_a_hub_that_takes_nothing_leaves_the_folder(hub: Hub, model: Path) -> No
     goal = push.target("me/mine", False, None)
     hub.full = True
     with pytest.raises(
-        ConfigError, match=r"is written, and was not pushed to me/mine: .+\n.*: hf upload me/mine /"
+        ConfigError, match=r"is written, but was not pushed to me/mine: .+\n.*: hf upload me/mine /"
     ) as no:
         goal.push(model)
     assert "there is no room" in str(no.value)
@@ -234,7 +234,7 @@ def test_a_hub_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match=r"the hub http://127.0.0.1:9 cannot be reached"):
         push.target("me/mine", False, None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids to ask a hub"):
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids asking a hub"):
         push.target("me/mine", False, None)
 
 
@@ -295,7 +295,7 @@ def test_commands_of_ms_swift_push_so(capsys: pytest.CaptureFixture[str]) -> Non
     assert command == "shardproof export m m-merged"
     assert not missing
     *_, missing = swift.translate("swift export --model m --push_to_hub true")
-    assert missing == ["--push-to-hub true needs --hub-model-id OWNER/NAME: where to?"]
+    assert missing == ["--push-to-hub true needs --hub-model-id OWNER/NAME."]
     command, notes, (reason,) = swift.translate(
         "swift sft --model m --dataset d --push_to_hub true --hub_token hf_writes"
     )

@@ -86,7 +86,7 @@ def test_two_that_take_themselves_for_the_first(monkeypatch, capfd):
 def test_another_program_has_the_port(begin, port, monkeypatch):
     monkeypatch.setattr(roll_call, "HEARD", 0.3)
     with socket.create_server(("", port)) as other:
-        with pytest.raises(ConfigError, match=f"MASTER_PORT={port} cannot be had .*\n.*--master-port"):
+        with pytest.raises(ConfigError, match=f"MASTER_PORT={port} cannot be used .*\n.*--master-port"):
             begin(2, 0, port).result(60)
         for answers in (False, True):
             call = begin(2, 1, port)

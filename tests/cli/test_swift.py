@@ -309,7 +309,10 @@ def test_an_option_means_what_it_means_there(theirs, ours):
 @pytest.mark.parametrize(
     ("theirs", "text"),
     [
-        ("--model tiny --model_revision v2", "--model-revision v2 is of a model of the hub, and --model tiny is none"),
+        (
+            "--model tiny --model_revision v2",
+            "--model-revision v2 is for models from the hub, and --model tiny is not one",
+        ),
         ("--adapters run", "--adapters run: there is no such folder. Name a run of adapters"),
         ("--agent_template llama3", "--agent-template llama3: that is the form of a family of models, whose own chat"),
         ("--agent_template qwen_en_parallel", "--agent-template qwen_en_parallel: take qwen_en, which writes several"),
@@ -323,12 +326,12 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--temperature 0.7", "'shardproof infer' generates"),
         ('--columns \'{"a": "query", "b": "query"}\'', "--columns: 'a' and 'b' are both to be 'query'."),
         ('--columns \'{"history": "-"}\'', "'history' is read where a row has it. Take that column out of the rows."),
-        ("--rope_scaling {oh", "--rope-scaling {oh is no JSON object"),
-        ("--task_type prm", "--task-type prm: an option of ms-swift without equivalent here; there is causal_lm, seq_"),
+        ("--rope_scaling {oh", "--rope-scaling {oh is not a JSON object"),
+        ("--task_type prm", "--task-type prm: an ms-swift option without an equivalent here; there is causal_lm, seq_"),
         ("--deepspeed zero7", "none of zero0 to zero3"),
         ("--epochs 3 --num_train_epochs 3", "--epochs and --num-train-epochs are the same option"),
         ("--stage 1 --deepspeed zero3", "--stage and --deepspeed are the same option"),
-        ("--gradient_checkpointing_kwargs on", "no JSON object"),
+        ("--gradient_checkpointing_kwargs on", "not a JSON object"),
         ("--num_train_epoch 3", "Did you mean --num-train-epochs?"),
         ("--stage 3 --stage 2", "--stage stands there twice"),
         ("--dataset a --dataset b", "several values follow one option"),
@@ -336,10 +339,10 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--vllm_gpu_memory_utilization 0.9", "is an option of 'shardproof rlhf'"),
         ("--vllm_max_num_seqs 2", "vllm serve"),
         ("--lr 1e-4", "--learning-rate"),
-        ("--galore_quantization true", "--galore-quantization true: an option of ms-swift without equivalent here"),
+        ("--galore_quantization true", "--galore-quantization true: an ms-swift option without an equivalent here"),
         (
             "--response_prefix '<think>'",
-            "'shardproof infer' has it; in training what every answer begins with is written",
+            "'shardproof infer' has it; in training the template writes the beginning of every",
         ),
         ("--train_dataloader_shuffle false", "equivalent here; rows are shuffled in each epoch, always"),
         (
@@ -349,7 +352,7 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--norm_bbox none", "equivalent here; boxes are written in thousandths or in pixels"),
         (
             "--loss_scale mine",
-            "--loss-scale mine: an option of ms-swift without equivalent here; 'shardproof sft' takes",
+            "--loss-scale mine: an ms-swift option without an equivalent here; 'shardproof sft' takes",
         ),
     ],
 )
@@ -360,7 +363,7 @@ def test_what_cannot_be_is_refused_by_name(theirs, text):
 
 @pytest.mark.parametrize("given", ["--packing", "--packing true"])
 def test_rlhf_says_whose_option_packing_is(given):
-    with pytest.raises(ConfigError, match=f"^{given}: an option of ms-swift without .*; only 'shardproof sft' packs"):
+    with pytest.raises(ConfigError, match=f"^{given}: an ms-swift option without .*; only 'shardproof sft' packs"):
         training.parse(RlhfConfig, "", ["--rlhf_type", "dpo", *given.split()])
 
 
@@ -412,7 +415,7 @@ def test_advantages_have_the_names_that_they_have_there():
         ("--multi_turn_scheduler math_tip_trick", "a scheduler becomes a class that answers of grpo call"),
         ("--max_turns 3", "--max-turns N is then --max-tool-calling-iterations N-1"),
         ("--gym_env sudoku", "--environments FILE.py:CLASS lets answers of grpo act in a world"),
-        ("--reward_model_plugin genrm", "what judges in words is a function of your own, --reward-funcs FILE.py"),
+        ("--reward_model_plugin genrm", "for a generative judge write a function, --reward-funcs FILE.py"),
         ("--teacher_tag_key subject", "there is one teacher: --teacher-model-server takes the address of one"),
     ],
 )
@@ -741,7 +744,7 @@ def test_a_file_that_is_not_there_or_says_what_is_not_here_is_told(tmp_path: Pat
     file = tmp_path / "run.yaml"
     file.write_text("model: m\ndataset: a\nfreeze_parameters_ratio: 0.5\n")
     *_, (reason,) = swift.translate(f"swift sft {file}")
-    assert reason.startswith("--freeze-parameters-ratio 0.5: an option of ms-swift without equivalent")
+    assert reason.startswith("--freeze-parameters-ratio 0.5: an ms-swift option without an equivalent")
 
 
 @pytest.mark.parametrize(
@@ -1136,7 +1139,7 @@ def test_a_file_that_is_not_there_is_told() -> None:
     [
         (
             "swift infer --model m --infer_backend sglang",
-            "--infer-backend sglang: an option of ms-swift without equivalent here; --backend takes transformers and",
+            "--infer-backend sglang: an ms-swift option without an equivalent here; --backend takes transformers and",
         ),
         (
             "swift infer --model m --max_new_token 5",
@@ -1146,7 +1149,7 @@ def test_a_file_that_is_not_there_is_told() -> None:
         ("swift infer --stream true", "RUN_DIR"),
         (
             "swift export --model m --quant_bits 4",
-            "--quant-bits 4: an option of ms-swift without equivalent here; --quantize says how",
+            "--quant-bits 4: an ms-swift option without an equivalent here; --quantize says how",
         ),
         ("VIDEO_MIN_PIXELS=9 swift infer --model m", "VIDEO_MIN_PIXELS=9: nothing here reads it"),
     ],
@@ -1220,16 +1223,16 @@ def test_rows_of_a_hub_are_said_to_be_read_without_what_swifts_list_has_for_them
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("--optimizer lorap --lorap_lr_ratio 16", "--optimizer lorap: an option of ms-swift without equivalent here"),
+        ("--optimizer lorap --lorap_lr_ratio 16", "--optimizer lorap: an ms-swift option without an equivalent here"),
         ("--optimizer soap", "--optimizer soap: there is no such optimizer"),
-        ("--use_galore true --galore_proj_type right", "--galore-proj-type right: an option of ms-swift without equiv"),
-        ("--report_to neptune", "--report-to neptune: an option of ms-swift without equivalent here"),
+        ("--use_galore true --galore_proj_type right", "--galore-proj-type right: an ms-swift option without an equiv"),
+        ("--report_to neptune", "--report-to neptune: an ms-swift option without an equivalent here"),
         ("--report_to tensorboard neptune", "--report-to neptune"),
         ("--fsdp nowhere.json", "it is neither fsdp2 nor a JSON file"),
         ("--add_non_thinking_prefix false", "the model's own template writes an empty thought or none"),
         (
             "--task_type embedding --loss_type online_contrastive",
-            "--loss-type online_contrastive: an option of ms-swift",
+            "--loss-type online_contrastive: an ms-swift option",
         ),
         ("--loss_type focal", "--loss focal: there is no such loss"),
         ("--val_dataset v --eval_metric acc", "--metrics acc: there is no such metric"),

@@ -38,7 +38,7 @@ def test_a_command_that_asks_hugging_face_does_so_here(how: str) -> None:
     assert not missing
     assert "MS::" not in command
     assert TOLD not in notes
-    assert any(note.startswith("--use-hf is left out: names are of the Hugging Face hub") for note in notes)
+    assert any(note.startswith("--use-hf is left out: names refer to the Hugging Face hub") for note in notes)
 
 
 def test_finished_models_and_encoded_rows_are_of_that_hub_too() -> None:
@@ -71,7 +71,7 @@ def test_a_model_is_put_on_the_hub_that_is_meant() -> None:
 def test_a_push_that_might_go_to_either_hub_is_refused() -> None:
     """Here names without a hub are Hugging Face's, and there ModelScope's."""
     said = "run out --push_to_hub true --hub_model_id me/mine".split()
-    with pytest.raises(ConfigError, match=r"Say which one is meant: --push-to-hub MS::me/mine, or me/mine for Hugging"):
+    with pytest.raises(ConfigError, match=r"Choose one: --push-to-hub MS::me/mine, or me/mine for Hugging"):
         export.run(said)
 
 
@@ -81,7 +81,5 @@ def test_a_token_is_not_printed() -> None:
         assert not missing
         assert "hf_secret" not in "".join([command, *notes])
         assert any(re.match("--hub-token is left out: HF_TOKEN says it", note) for note in notes)
-    with pytest.raises(
-        ConfigError, match=r"^--hub-token: an option of ms-swift .*; HF_TOKEN in the environment says it"
-    ):
+    with pytest.raises(ConfigError, match=r"^--hub-token: an ms-swift option .*; set HF_TOKEN in the environment"):
         sft.parse(["--hub_token", "hf_secret"])

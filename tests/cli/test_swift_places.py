@@ -77,20 +77,20 @@ def test_a_command_is_the_one_here(command, theirs, ours):
     ("command", "given", "said"),
     [
         ("infer", "run --adapters other", "--adapters and run both name the run"),
-        ("infer", "--adapters a b", "one folder is meant"),
+        ("infer", "--adapters a b", "give one folder"),
         ("infer", "--model m --infer-backend lmdeploy", "--backend takes transformers and vllm"),
         ("infer", "--model m --logprobs true", "vllm serve FOLDER"),
-        ("infer", "--model m --per-device-train-batch-size 2", "an option of ms-swift without equivalent here"),
+        ("infer", "--model m --per-device-train-batch-size 2", "an ms-swift option without an equivalent here"),
         ("export", "--model m --to-cached-dataset true", "'shardproof data encode' does that"),
         (
             "export",
             "--model m --quant-method hqq --quant-bits 4",
-            "--quant-method hqq --quant-bits 4: an option of ms-s",
+            "--quant-method hqq --quant-bits 4: an ms-swift option",
         ),
         ("export", "--model m --quant-method bnb --quant-bits 8", "int8 is the form of eight bits"),
         ("export", "--model m --quant-method gptq --quant-bits 4", "without --dataset: .* name rows to calibrate with"),
         ("export", "--model m --quant-method fp8 --load-data-args true", "--dataset names the rows to calibrate with"),
-        ("export", "--model m --quant-bits 4", "--quant-bits 4: an option of ms-swift without equivalent"),
+        ("export", "--model m --quant-bits 4", "--quant-bits 4: an ms-swift option without an equivalent"),
     ],
 )
 def test_what_has_no_equivalent_is_refused(command, given, said):
@@ -100,7 +100,7 @@ def test_what_has_no_equivalent_is_refused(command, given, said):
 
 def test_what_has_no_effect_is_told():
     notes = placed("infer", "--adapters run --model base --merge-lora true".split(), KNOWN["infer"])[1]
-    assert notes == ["--merge-lora (adapters answer as they are)", "--model (--adapters says it)"]
+    assert notes == ["--merge-lora (adapters are used unmerged)", "--model (--adapters says it)"]
     notes = placed(
         "infer",
         "--model m --task-type seq_cls --num-labels 2 --truncation-strategy delete --max-length 2048".split(),
@@ -109,6 +109,6 @@ def test_what_has_no_effect_is_told():
     assert notes == [
         "--task-type (the model says what it does)",
         "--num-labels (the model says what it does)",
-        "--truncation-strategy (questions are as long as they are)",
-        "--max-length (questions are as long as they are)",
+        "--truncation-strategy (questions are never cut)",
+        "--max-length (questions are never cut)",
     ]

@@ -61,8 +61,8 @@ def test_model_kwargs_are_these_variables() -> None:
     assert (config.max_frames, config.max_pixels, config.fps, config.enable_audio_output) == (12, 50176, 1.0, False)
     for given, told in (
         ('{"min_pixels": 9}', "MIN_PIXELS=9: nothing here reads it"),
-        ('{"hidden": 9}', "--model-kwargs HIDDEN=9: an option of ms-swift without equivalent here"),
-        ("[1]", r"--model-kwargs \[1\] is no JSON object"),
+        ('{"hidden": 9}', "--model-kwargs HIDDEN=9: an ms-swift option without an equivalent here"),
+        ("[1]", r"--model-kwargs \[1\] is not a JSON object"),
     ):
         with pytest.raises(ConfigError, match=told):
             sft.parse(["--model-kwargs", given])

@@ -182,4 +182,4 @@ def test_a_text_with_bytes_that_are_no_utf_8_is_read_all_the_same(monkeypatch, t
 
 def test_one_text_is_explained_at_a_time(capsys, tmp_path):
     assert main(["explain", "an error", "--file", "log"]) == 2
-    assert "--file log and TEXT are two texts" in capsys.readouterr().err
+    assert "--file log and TEXT cannot be used together" in capsys.readouterr().err

@@ -152,7 +152,7 @@ def test_what_is_no_number_in_one_process_hides_no_difference(no_number):
     alone, together = {"a": torch.tensor([no_number, 1.0])}, {"a": torch.tensor([5.0, 1.0])}
     (found,) = differences(1, (together, weights), (alone, weights), usual, {})
     assert (found.what, found.off) == ("gradient", float("inf"))
-    assert "in one of the two it is no finite number" in str(found)
+    assert "in one of the two it is not finite" in str(found)
     (found,) = differences(1, ({"a": torch.tensor([no_number, 7.0])}, weights), (alone, weights), usual, {})
     assert (found.off, found.largest) == (6.0, 1.0)
     assert differences(1, (alone, weights), (alone, weights), usual, {}) == []
@@ -284,8 +284,8 @@ def test_steps_that_a_loss_scale_leaves_out_are_not_taken_for_differences(tiny, 
     fixed += ["--global-batch-size", "4", "--nproc", "2", "--external-plugins", str(plugin), "--model-type"]
     done = commands([(name, [*fixed, name]) for name in ("always", "once")])
     for name, told in {
-        "always": ("has left out step 1, 2 in both", "Compare with more steps, --steps 18"),
-        "once": ("has left out step 1 in one of the two only", "Compare with --precision bf16 or fp32"),
+        "always": ("skipped step 1, 2 in both", "Compare with more steps, --steps 18"),
+        "once": ("skipped step 1 in one of the two only", "Compare with --precision bf16 or fp32"),
     }.items():
         assert done[name].code == 2, done[name].output
         assert all(text in done[name].output for text in told), done[name].output

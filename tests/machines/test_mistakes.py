@@ -78,7 +78,7 @@ def test_a_port_that_is_taken(hosts: Callable[..., Hosts], sft: Launch, tmp_path
     codes, said = ended(two, tmp_path, 30)
     assert time.monotonic() - begin < 30
     assert codes == [2, 1], said
-    assert "MASTER_PORT=29500 cannot be had on node0" in said[0]
+    assert "MASTER_PORT=29500 cannot be used on node0" in said[0]
     assert "What answers node1 at node0:29500 does not wait for machines" in said[1]
     assert [run.poll() for run in first] == [None, None]
     steps = len(sft.log("first"))

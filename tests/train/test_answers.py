@@ -152,7 +152,7 @@ def test_what_is_drawn_depends_on_the_row_and_on_the_seed(asked) -> None:
 def test_nothing_is_lost_or_guessed(asked) -> None:
     for name, said in (
         ("again", "is there already"),
-        ("both", "--dataset and --prompt are two questions"),
+        ("both", "--dataset and --prompt cannot be used together"),
         ("nowhere", "--result-path applies to the rows of --dataset"),
         ("nothing", "--bad-rows applies to the rows of --dataset"),
         ("bad", "bad.jsonl:1: none of 'messages', 'prompt' or 'query' is here"),
@@ -289,9 +289,9 @@ def test_rows_of_a_form_of_ones_own_are_answered(tiny: Path, tmp_path: Path) -> 
         (["--plain", "--template-variables", "enable_thinking=false"], "--template-variables is about it"),
         (["--plain", "--system", "Be short."], "without a --system message"),
         (["--top-p", "0.5"], "add a --temperature above 0"),
-        (["--top-k", "5"], "--top-k 5 is that of tokens that are drawn: give a --temperature above 0"),
+        (["--top-k", "5"], "--top-k 5 applies to sampling: add a --temperature above 0"),
         (["--stop-words", "a", ""], "--stop-words is empty"),
-        (["--seed", "5"], "--seed 5 is that of tokens that are drawn: give a --temperature above 0"),
+        (["--seed", "5"], "--seed 5 applies to sampling: add a --temperature above 0"),
         (["--batch-size", "3"], "--batch-size applies to the rows of --dataset"),
     ],
 )

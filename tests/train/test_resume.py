@@ -417,7 +417,7 @@ def test_without_a_batch_size_a_run_goes_on_with_the_one_it_had(sizes, name: str
 def test_a_run_that_is_named_alone_goes_on_with_its_options(sizes) -> None:
     run, whole = sizes["nothing said"], sizes["two"]
     assert run.code == 0, run.output
-    assert f"Options that are not given are those of the run that goes on: {whole.folder}/config.yaml" in run.output
+    assert f"Options that are not given are taken from the resumed run: {whole.folder}/config.yaml" in run.output
     assert run.series("loss") == pytest.approx(whole.series("loss")[3:], rel=1e-6)
     assert run.series("lr") == whole.series("lr")[3:]
 

@@ -116,7 +116,7 @@ def kept(path: Path, names: list[str], engines: list[str], world: int, limit: fl
     content = read_json(path)
     for what, now in (("versions", versions()), ("world", world), ("limit", limit)):
         if content[what] != now:
-            raise ConfigError(f"{path} was made with {what} {content[what]}, not {now}: run all of it anew.")
+            raise ConfigError(f"{path} was made with {what} {content[what]}, not {now}: run all of it again.")
     return [r for r in results_of(content) if r.case not in names or r.engine not in engines]
 
 

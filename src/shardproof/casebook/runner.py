@@ -72,7 +72,7 @@ class Runner:
             (answer,) = self.group("one").ask(Task(name, "one", None, self.world, path), REFERENCE_LIMIT)
             if answer.kind != "done":
                 ended = {"silent": f"it has not ended within {REFERENCE_LIMIT:.0f} s"}.get(answer.kind, answer.text)
-                raise ConfigError(f"Case {name} does not run in one process, whose numbers it is to give: {ended}")
+                raise ConfigError(f"Case {name} does not run in one process, which is its reference: {ended}")
             self.references[name] = path
         return self.references[name]
 

@@ -34,7 +34,7 @@ def parser() -> options.Parser:
     """The option table of the command."""
     made = options.parser_for(CasesConfig, "shardproof cases", "shardproof cases [options]", DESCRIPTION)
     made.add_argument("--json", metavar="FILE", help="results (default: casebook.json; none if cases are named)")
-    made.add_argument("--update", action="store_true", help="keep what the results hold of other cases and engines")
+    made.add_argument("--update", action="store_true", help="keep the results of other cases and engines")
     made.add_argument("--list", action="store_true", help="run nothing, list the cases")
     return made
 

@@ -24,7 +24,7 @@ def parser() -> options.Parser:
         ConvertConfig,
         "shardproof convert",
         "shardproof convert SOURCE FOLDER",
-        "Write a checkpoint of DeepSpeed (ZeRO 1, 2, 3), FSDP2 or Accelerate as one that shardproof goes on from: "
+        "Write a checkpoint of DeepSpeed (ZeRO 1, 2, 3), FSDP2 or Accelerate as one that shardproof resumes from: "
         "masters, the optimizer's state, buffers, the scheduler.",
     )
     made.add_argument("source", metavar="SOURCE", help="the folder that the other engine wrote")
@@ -45,6 +45,6 @@ def run(argv: Sequence[str]) -> int:
     converted, lost = convert(source, folder)
     print(table(described(converted)))
     if lost:
-        print(f"left out, as a checkpoint of ours cannot hold them: {', '.join(lost)}")
+        print(f"left out, because our checkpoints cannot hold them: {', '.join(lost)}")
     print(f"checkpoint: {folder}")
     return 0

@@ -70,7 +70,7 @@ def parse(argv: Sequence[str]) -> tuple[SftConfig, int, bool]:
     found = options.parse(parser(), argv, options.of_others(SftConfig))
     count, as_json = found.pop("rows", str(ROWS)), found.pop("json", False)
     if not count.isdecimal():
-        raise ConfigError(f"--rows {count}: should be a whole number.")
+        raise ConfigError(f"--rows {count} must be a whole number.")
     config, _ = training.read(SftConfig, found, argv, "shardproof data show")
     return config.model_copy(update={"output_dir": None, "resume": None}), int(count), as_json  # nothing is written
 

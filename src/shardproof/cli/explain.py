@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     matches = explain(_text(found.text, found.file))
     if not matches:
         print(
-            "No known failure fits this text. Paste all of it, tracebacks too: the telling line is often the first.\n"
+            "No known failure matches this text. Paste all of it, with tracebacks: the key line is often the first.\n"
             "'shardproof explain --list' shows what is known.",
             file=sys.stderr,
         )
@@ -59,13 +59,13 @@ def run(argv: Sequence[str]) -> int:
 
 def _text(words: Sequence[str], file: str | None) -> str:
     if file and words:
-        raise ConfigError(f"--file {file} and TEXT are two texts. Give one of them.")
+        raise ConfigError(f"--file {file} and TEXT cannot be used together. Give one of them.")
     if file:
         try:
             return Path(file).expanduser().read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             raise ConfigError(f"--file {file} cannot be read: {error.strerror}.") from error
-    text = " ".join(words).encode("utf-8", "surrogateescape")  # what is no UTF-8 stands there as halves of characters
+    text = " ".join(words).encode("utf-8", "surrogateescape")  # bytes that are not UTF-8 arrive as surrogates
     if not text and not sys.stdin.isatty():
         text = sys.stdin.buffer.read()
     if not text.strip():

@@ -80,7 +80,7 @@ class ExportConfig(BaseModel):
     @classmethod
     def _has_a_unit(cls, value: str) -> str:
         if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", value, re.IGNORECASE):
-            raise ValueError("a size with its unit is meant, such as 500MB or 2GB")
+            raise ValueError("give a size with its unit, such as 500MB or 2GB")
         return value
 
 

@@ -30,7 +30,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "voc
 
 
 def all_here(models: Iterable[str], datasets: Iterable[str] = ()) -> bool:
-    """Whether what a command reads lies on this machine, so that nobody needs to be asked.
+    """Whether everything a command reads is on this machine, so that the hub need not be asked.
 
     Raises:
         ConfigError: a model is nowhere on this machine and the hub does not answer.
@@ -40,12 +40,12 @@ def all_here(models: Iterable[str], datasets: Iterable[str] = ()) -> bool:
 
 
 def run_is_here(config: RunConfig) -> bool:
-    """The same of a run."""
+    """The same for a run."""
     return all_here(config.models, [*config.dataset, *config.val_dataset, *getattr(config, "chord_sft_dataset", ())])
 
 
 def is_on_hub(dataset: str) -> bool:
-    """Whether the hub is asked for a dataset. Where nobody answers, or must be asked, a copy in the cache has to do.
+    """Whether the hub is asked for a dataset. If it does not answer, or must not be asked, a cached copy has to do.
 
     Raises:
         ConfigError: there is none.
@@ -54,7 +54,7 @@ def is_on_hub(dataset: str) -> bool:
     of = hub.hub_name(name)
     if of is None or of.modelscope:  # its own client sees to it
         return False
-    reason = "HF_HUB_OFFLINE forbids to ask it" if offline() else silence_of(endpoint())
+    reason = "HF_HUB_OFFLINE forbids asking it" if offline() else silence_of(endpoint())
     if reason is not None and not hub.is_cached(of):
         raise ConfigError(
             f"There is no file {name}, no copy of a dataset {of.owner}/{of.name} in the cache of this machine,\n"
@@ -64,7 +64,7 @@ def is_on_hub(dataset: str) -> bool:
 
 
 def offline() -> bool:
-    """Whether the user forbids to ask the hub."""
+    """Whether the user forbids asking the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
@@ -84,7 +84,7 @@ def needs_network(model: str, instead: str = ", or 'tiny', which needs no networ
     looked = f"There is no folder {model}, no complete copy of it in the cache {cache()}"
     if offline():
         raise ConfigError(
-            f"{looked},\nand HF_HUB_OFFLINE forbids to ask the hub. Name a folder, or unset HF_HUB_OFFLINE."
+            f"{looked},\nand HF_HUB_OFFLINE forbids asking the hub. Name a folder, or unset HF_HUB_OFFLINE."
         )
     if reason := silence_of(endpoint()):
         raise ConfigError(
@@ -99,7 +99,7 @@ READ = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "*.tik
 
 
 def placed(config: Config) -> Config:
-    """The options with models of ModelScope's hub, and one of a --model-revision, as the folders they were fetched to.
+    """The options with ModelScope models, and one with a --model-revision, replaced by their downloaded folders.
 
     Raises:
         ConfigError: there is no such model or revision, or it is in no cache and nobody answers.
@@ -134,8 +134,8 @@ def _at_revision(config: Config) -> Config:
     if revision is None or not model:
         return config
     if is_local(model):
-        raise ConfigError(f"--model-revision {revision} is of a model of the hub, and --model {model} is none.")
-    silent = "HF_HUB_OFFLINE forbids to ask it" if offline() else silence_of(endpoint())
+        raise ConfigError(f"--model-revision {revision} is for models from the hub, and --model {model} is not one.")
+    silent = "HF_HUB_OFFLINE forbids asking it" if offline() else silence_of(endpoint())
     before_imports(False, config.verbose)
     try:
         folder = _fetched(model, revision, silent is None)
@@ -193,7 +193,7 @@ def in_cache(model: str) -> bool:
 
 
 def _adapters_in_cache(model: str) -> bool:
-    """Whether the cache holds adapters of this name; the model that they belong to is looked for on its own."""
+    """Whether the cache holds adapters of this name; their base model is looked up separately."""
     try:
         check_whole_files(folder := _newest_in_cache(model))
     except (OSError, ConfigError):
@@ -208,5 +208,5 @@ def _newest_in_cache(model: str) -> Path:
 
 
 def silence_of(url: str) -> str | None:
-    """Why nothing answers at `url`, or None where something does, whatever it answers. Takes PATIENCE at most."""
+    """Why nothing answers at `url`, or None if anything does, whatever the answer. Takes PATIENCE at most."""
     return hub.silence_of(url, PATIENCE)

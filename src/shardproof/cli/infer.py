@@ -84,10 +84,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _check(config: InferConfig) -> None:
-    """Refuse what says two things."""
+    """Refuse options that contradict each other."""
     asked = [name for name in ("prompt", "image", "audio", "video") if getattr(config, name)]
     if config.dataset and asked:
-        raise ConfigError(f"--dataset and --{asked[0]} are two questions. Give one of them.")
+        raise ConfigError(f"--dataset and --{asked[0]} cannot be used together. Give one of them.")
     for name in ("result_path", "columns", "row_format", "bad_rows", "answer_metrics", "media_root", "batch_size"):
         if getattr(config, name) != InferConfig.model_fields[name].default and not config.dataset:
             raise ConfigError(f"{options.flag(name)} applies to the rows of --dataset: add --dataset, or leave it out.")
@@ -110,7 +110,7 @@ def _check(config: InferConfig) -> None:
 
 
 def _check_backend(config: InferConfig) -> None:
-    """Refuse what the one that writes the answers does not do."""
+    """Refuse options that the backend does not support."""
     if config.backend != VLLM:
         if given := next((name for name in OF_VLLM if getattr(config, name) is not None), None):
             raise ConfigError(f"{options.flag(given)} needs --backend vllm.")
@@ -123,7 +123,7 @@ def _check_backend(config: InferConfig) -> None:
             f"--backend vllm is asked about text, of models that it knows itself: no {options.flag(given)}."
         )
     if config.num_beams > 1:
-        raise ConfigError("--backend vllm follows no beams: leave --num-beams out, or --backend.")
+        raise ConfigError("--backend vllm does not support beam search: leave --num-beams or --backend out.")
     if outer_world():
         raise ConfigError("--backend vllm starts its processes itself: leave the launcher out, and give --nproc.")
     check_vllm()
@@ -218,16 +218,14 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
 
 
 def _check_drawn(config: InferConfig) -> None:
-    """Refuse what is about tokens that are drawn, where none is."""
+    """Refuse sampling options without sampling."""
     if config.temperature:
         return
     if config.top_p < 1:
         raise ConfigError(f"--top-p {config.top_p:g} applies to sampling: add a --temperature above 0.")
     for name in ("top_k", "seed"):
         if (value := getattr(config, name)) is not None:
-            raise ConfigError(
-                f"{options.flag(name)} {value} is that of tokens that are drawn: give a --temperature above 0, too."
-            )
+            raise ConfigError(f"{options.flag(name)} {value} applies to sampling: add a --temperature above 0.")
 
 
 def _converse(

@@ -67,7 +67,7 @@ def rank(
                 f"--plain: the model in {folder} is asked about texts in its chat template. Leave it out."
             )
     if not config.dataset:
-        raise ConfigError(f"The model in {folder} ranks texts for a query: name rows of both with --dataset.")
+        raise ConfigError(f"The model in {folder} ranks texts for a query: give rows with both in --dataset.")
     how = (config.trust_remote_code, config.chat_template, config.template_variables, config.plain)
     if isinstance(scoring, YesNo):
         model: Ranker = AskedRanker(folder, scoring, system, *how, stage, media)

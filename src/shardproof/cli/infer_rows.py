@@ -30,7 +30,7 @@ def answer(
     follow(rounds, chat.first, file)
     if worth and chat.first:
         means, judged = means_in(file)
-        told = "  ".join(f"{name} {means[name]:.4g}" for name in worth) if judged else "nobody knows"
+        told = "  ".join(f"{name} {means[name]:.4g}" for name in worth) if judged else "unknown"
         print(f"worth: {told} ({judged:,} rows with an answer of their own)", flush=True)
     return 0
 

@@ -105,7 +105,7 @@ def _run(command: str, args: list[str]) -> int:
         option = command.startswith("-")
         known, near = (("--help", "--version"), 0.7) if option else (COMMANDS, 0.6)  # hyphens are alike in all options
         found = difflib.get_close_matches(command, known, n=1, cutoff=near)
-        hint = f" Did you mean {found[0]!r}?" if found else " Options stand behind a command." if option else ""
+        hint = f" Did you mean {found[0]!r}?" if found else " Options go after a command." if option else ""
         raise ConfigError(f"There is no command {command!r}.{hint}\nThe commands are: {', '.join(COMMANDS)}.")
     try:
         return int(importlib.import_module(f"shardproof.cli.{command}").run(args) or 0)

@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
     found = [f for f in FAMILIES if wanted.lower() in (f.name.lower(), *f.model_types)]
     if not found:
         names = ", ".join(family.name for family in FAMILIES)
-        raise ConfigError(f"There is no record for {wanted!r}. There are: {names}.\nA model without one works too.")
+        raise ConfigError(f"There is no record for {wanted!r}. There are: {names}.\nModels without a record work too.")
     _show(found[0])
     return 0
 

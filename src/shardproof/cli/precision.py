@@ -32,7 +32,7 @@ def check_devices(nproc: int) -> None:
     """Raise ConfigError for more processes than this machine has accelerators, if it has some."""
     if nproc > 1 and 0 < (count := accelerators()) < nproc:
         raise ConfigError(
-            f"--nproc {nproc}, and this machine shows {count} accelerator(s), which two processes cannot share.\nTake"
+            f"--nproc {nproc}, but this machine shows {count} accelerator(s), which processes cannot share.\nUse"
             f" --nproc {count}, several machines (--nnodes), or show it more (CUDA_VISIBLE_DEVICES)."
         )
 

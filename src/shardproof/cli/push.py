@@ -51,7 +51,7 @@ def target(named: str, private: bool, token: str | None) -> Target:
     if (there or named).count("/") != 1:
         raise ConfigError(f"--push-to-hub {named}: a repository is named OWNER/NAME, or MS::OWNER/NAME on ModelScope.")
     if offline():
-        raise ConfigError(f"--push-to-hub {named}: HF_HUB_OFFLINE forbids to ask a hub. Unset it.")
+        raise ConfigError(f"--push-to-hub {named}: HF_HUB_OFFLINE forbids asking a hub. Unset it.")
     return OnHuggingFace(named, private, token) if there is None else OnModelScope(there, private, token)
 
 
@@ -66,8 +66,8 @@ class OnHuggingFace:
         token = token or get_token()
         if not token:
             raise ConfigError(
-                f"--push-to-hub {name}: there is no token. Set HF_TOKEN, or log in with 'hf auth login'; one that may"
-                f" write is made at {endpoint()}/settings/tokens."
+                f"--push-to-hub {name}: there is no token. Set HF_TOKEN, or log in with 'hf auth login'; create one"
+                f" that may write at {endpoint()}/settings/tokens."
             )
         _check_answers(name, endpoint())
         self._api = HfApi(endpoint=endpoint(), token=token)
@@ -79,7 +79,7 @@ class OnHuggingFace:
                 name, "does not show it", lambda: self._api.model_info(name), RepositoryNotFoundError
             ).private:
                 raise ConfigError(
-                    f"--push-to-hub {name} --private: it is there already, and everybody sees it. Make it private on"
+                    f"--push-to-hub {name} --private: it already exists and is public. Make it private on"
                     f" {self._address}/settings, or name another one."
                 )
         except RepositoryNotFoundError:
@@ -107,8 +107,7 @@ class OnModelScope:
             from modelscope_hub import HubApi
         except ImportError:
             raise ConfigError(
-                f"--push-to-hub {named}: ModelScope's hub needs its client; pip install 'shardproof[modelscope]' brings"
-                " it."
+                f"--push-to-hub {named}: ModelScope's hub needs its client: pip install 'shardproof[modelscope]'."
             ) from None
         logging.getLogger("modelscope_hub").setLevel(logging.WARNING)
         self._name, self._named, self._address = name, named, f"{address}/models/{name}"
@@ -123,7 +122,7 @@ class OnModelScope:
             and not _asked(named, "does not show it", lambda: self._api.get_repo(name, "model")).private
         ):
             raise ConfigError(
-                f"--push-to-hub {named} --private: it is there already, and not private. Make it so on {self._address},"
+                f"--push-to-hub {named} --private: it already exists and is public. Make it private on {self._address},"
                 " or name another one."
             )
 
@@ -151,12 +150,12 @@ def _check_role(name: str, said: dict[str, Any]) -> None:
     orgs = {str(org.get("name")): org.get("roleInOrg") for org in said.get("orgs") or ()}
     if owner.casefold() not in {one.casefold() for one in (user, *orgs)}:
         member = f", who is a member of {', '.join(orgs)}" if orgs else ""
-        raise ConfigError(f"--push-to-hub {name}: the token is that of {user}{member}, and not of {owner}.")
+        raise ConfigError(f"--push-to-hub {name}: the token belongs to {user}{member}, not to {owner}.")
     role = token.get("role")
     if role == "read" or (role == "fineGrained" and not _grants(token.get("fineGrained") or {}, owner, name)):
-        raise ConfigError(f"--push-to-hub {name}: the token may read, and not write there. Make one that may write.")
+        raise ConfigError(f"--push-to-hub {name}: the token may read but not write there. Create one that may write.")
     if any(org.casefold() == owner.casefold() and held in ("read", "no_access") for org, held in orgs.items()):
-        raise ConfigError(f"--push-to-hub {name}: {user} may read what {owner} has, and not write there.")
+        raise ConfigError(f"--push-to-hub {name}: {user} may read the repositories of {owner} but not write there.")
 
 
 def _grants(fine: dict[str, Any], owner: str, name: str) -> bool:
@@ -185,7 +184,7 @@ def _pushed(named: str, folder: Path, again: str, work: Callable[[], None]) -> N
         work()
     except Exception as error:  # of its client, of the network, of the disk
         raise ConfigError(
-            f"{folder} is written, and was not pushed to {named}: {_first(error)}\nPush it by itself: {again}"
+            f"{folder} is written, but was not pushed to {named}: {_first(error)}\nPush it with: {again}"
         ) from None
 
 

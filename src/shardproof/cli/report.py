@@ -67,7 +67,7 @@ def run_folders(names: Sequence[str]) -> list[Path]:
 
 
 def _runs_beside(folder: Path) -> str:
-    """What may have been meant."""
+    """Runs that may have been meant."""
     from shardproof.report.run_folder import is_run
 
     around = folder.parent

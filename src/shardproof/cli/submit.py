@@ -85,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise ConfigError(f"{name} is not a variable name: use only letters, digits and underscores.")
     if "\n" in "".join([config.name, *config.slurm]):
-        raise ConfigError("--name and --slurm stand in one line each.")
+        raise ConfigError("--name and --slurm must not contain line breaks.")
     restarts = check_command(command, config)
     text = batch_script(config, command) if target == "slurm" else train_job(config, command, restarts)
     if config.output is None:
@@ -134,7 +134,7 @@ def check_command(command: Sequence[str], config: SubmitConfig) -> int:
     check_together(read.model_copy(update=OF_NODES))
     read.batch(config.nodes * config.nproc)
     if read.output_dir is None:
-        raise ConfigError("--output-dir is missing: all nodes write into one folder, on a file system that they share.")
+        raise ConfigError("--output-dir is missing: all nodes write into one folder, on a file system they share.")
     return read.max_restarts
 
 
@@ -177,7 +177,7 @@ def train_job(config: SubmitConfig, command: Sequence[str], restarts: int = 0) -
     import yaml
 
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", config.name):
-        raise ConfigError(f"--name {config.name}: Kubernetes wants small letters, digits and hyphens, a letter first.")
+        raise ConfigError(f"--name {config.name}: use lower-case letters, digits and hyphens, a letter first.")
     meeting = "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
     again = [f"--max-restarts={restarts}", "--rdzv-backend=c10d", f"--rdzv-endpoint={meeting}"]
     gpus = config.nproc if config.gpus is None else config.gpus
@@ -221,7 +221,7 @@ def _volumes(claims: dict[str, str]) -> dict[str, Any]:
     """A patch of the runtime's pods: `node` is what the torch runtime calls its job and its container."""
     for claim, path in claims.items():
         if not path.startswith("/"):
-            raise ConfigError(f"--volume {claim}={path}: where it is in the container begins with a slash.")
+            raise ConfigError(f"--volume {claim}={path}: the path in the container must begin with a slash.")
     volumes = [{"name": claim, "persistentVolumeClaim": {"claimName": claim}} for claim in claims]
     mounts = [{"name": claim, "mountPath": path} for claim, path in claims.items()]
     pods = {"volumes": volumes, "containers": [{"name": "node", "volumeMounts": mounts}]}

@@ -58,7 +58,7 @@ def parse(
 
 
 def read(model: type[Config], found: dict[str, Any], argv: Sequence[str], prog: str) -> tuple[Config, set[str]]:
-    """The same of what the words of `prog` gave: with its file, the run that goes on, and variables."""
+    """The same for the words given to `prog`, with its file, the resumed run, and variables."""
     for source in found.get("dataset", []):
         if source.endswith((".yaml", ".yml")):
             raise ConfigError(f"--dataset {source}: a file of options stands first: {prog} {source} ...")
@@ -85,7 +85,7 @@ def _of_resumed(values: dict[str, Any], model: type[RunConfig]) -> dict[str, Any
     if file is None:
         return {}
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"Options that are not given are those of the run that goes on: {file}", file=sys.stderr)
+        print(f"Options that are not given are taken from the resumed run: {file}", file=sys.stderr)
     return options.read_file(str(file), model)
 
 
@@ -108,7 +108,7 @@ def run(model: type[RunConfig], description: str, argv: Sequence[str]) -> int:
 
 
 def meeting(config: RunConfig) -> dict[str, str]:
-    """Where several machines meet: what the variables say, and over it what the options say."""
+    """Where several machines meet, from the variables; options take precedence."""
     options_of = {"NNODES": config.nnodes, "NODE_RANK": config.node_rank}
     options_of |= {"MASTER_ADDR": config.master_addr, "MASTER_PORT": config.master_port}
     return dict(os.environ) | {name: str(value) for name, value in options_of.items() if value is not None}
@@ -323,7 +323,7 @@ def _say_prepared(prepared: Prepared) -> None:
 
 
 def _finish(prepared: Prepared, started: float, code: int, ask: str | None = None) -> int:
-    """Say where the weights are. `code` is that of a run that was stopped, or 0. Returns it."""
+    """Report where the weights are. `code`: the exit code of a stopped run, or 0. Returns it."""
     from shardproof.report.picture import draw_loss
     from shardproof.report.terminal import clock
 
@@ -342,7 +342,7 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
     if code or not at_end or folder.checksum_of_steps() != prepared.logged:
         print(f"stopped after step {folder.last_step()} of {prepared.steps}" if code else f"done in {duration}")
     if code and not config.writes_checkpoints:
-        print("there is no checkpoint to go on from: --save-steps N would have written one, too")
+        print("there is no checkpoint to resume from: --save-steps N would have written one")
     elif code and (newest := folder.newest_checkpoint()):
         print(way_on(config, newest, restarted=restarts() > 0))
     if not code and config.early_stop and folder.last_step() < prepared.steps:
@@ -360,7 +360,7 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
 
 
 def _say_what_is_left(prepared: Prepared, code: int) -> None:
-    """Of a run that did not come to its end, but to this exit code."""
+    """Report what remains of a run that ended early, with this exit code."""
     from shardproof.report.terminal import restore
 
     restore()

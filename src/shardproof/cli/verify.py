@@ -36,7 +36,7 @@ def parser() -> options.Parser:
 
 
 def taken_at_once(config: Any, batch: Any) -> dict[str, int]:
-    """Options by which one process takes the rows at once that ranks do, where a loss is of all of them.
+    """Options that make one process take the rows of all ranks at once, where the loss depends on all of them.
 
     Raises:
         ConfigError: runs of this kind cannot be compared.
@@ -108,15 +108,15 @@ def _say(config: Config, verdict: Verdict, batch: str) -> int:
         print(f"step {step}  loss {alone:.6f} and {together:.6f}")
     apart, out = verdict.parted, ", ".join(map(str, verdict.left_out))
     if out:
-        print(f"The loss scale has left out step {out} in both, and each time it is halved.")
+        print(f"The loss scaler skipped step {out} in both runs, and halved the scale each time.")
     if apart:
         print(
-            f"The loss scale has left out step {apart} in one of the two only: gradients reach the end of fp16.\n"
-            "From there on the weights come from different steps and are not compared. The stage is not at fault."
+            f"The loss scaler skipped step {apart} in only one of the two runs: gradients reach the limit of fp16.\n"
+            "From then on the weights come from different steps and are not compared. The stage is not at fault."
         )
     if not verdict.steps and not verdict.differences:
         instead = "--precision bf16 or fp32" if apart else f"more steps, --steps {len(verdict.losses) + 16}"
-        raise EngineError(f"Both runs took no step that could be compared. Compare with {instead}.")
+        raise EngineError(f"The two runs have no step that can be compared. Compare with {instead}.")
     allowed = Allowed.by(config, 1)
     how = (
         "bit for bit"
@@ -129,7 +129,7 @@ def _say(config: Config, verdict: Verdict, batch: str) -> int:
         return 0
     if verdict.dropout:
         more = f" and {len(verdict.dropout) - 1} more" if len(verdict.dropout) > 1 else ""
-        print(f"random, so that any two runs differ (compare with it at 0): {verdict.dropout[0]}{more}")
+        print(f"random, so any two runs differ (compare with it set to 0): {verdict.dropout[0]}{more}")
     first, *others = verdict.differences
     print(f"they differ ({how} was asked for). First at {first}")
     for other in others[:4]:

@@ -30,10 +30,10 @@ def parser() -> Parser:
         allow_abbrev=False,
     )
     made.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="the output folder of a run")
-    made.add_argument("--port", type=int, metavar="N", help=f"default: {PORT}, or a free one where it is taken")
+    made.add_argument("--port", type=int, metavar="N", help=f"default: {PORT}, or a free one if it is taken")
     made.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="listen here (default: 127.0.0.1)")
     made.add_argument(
-        "--anybody", action="store_true", help="answer other machines, too: whoever reaches the port sees the run"
+        "--anybody", action="store_true", help="answer other machines too: anyone who reaches the port sees the run"
     )
     return made
 
@@ -46,8 +46,8 @@ def run(argv: Sequence[str]) -> int:
 
     if found.host not in LOOPBACK and not found.anybody:
         raise ConfigError(
-            f"--host {found.host} is open to other machines, and the page shows configuration and samples to whoever "
-            "reaches it.\nAdd --anybody if that is meant, or forward the port: ssh -L 7007:127.0.0.1:7007 HOST"
+            f"--host {found.host} is open to other machines, and the page shows configuration and samples to anyone "
+            "who reaches it.\nAdd --anybody if that is intended, or forward the port: ssh -L 7007:127.0.0.1:7007 HOST"
         )
     server = _server(folders, found.host.strip("[]"), found.port, found.anybody)
     ended = threading.Event()

@@ -89,7 +89,7 @@ class Difference:
         whole = "the largest" if self.what in ("gradient", "weight") else "it"
         share = f"{self.off / self.largest:.1e} of {whole}, {self.largest:.1e}" if self.largest else "where it is 0"
         if math.isinf(self.off) and "(" not in self.what:
-            share = "in one of the two it is no finite number"
+            share = "in one of the two it is not finite"
         of = f" of '{self.name}'" if self.name else ""
         return f"step {self.step}: the {self.what}{of} differs by {self.off:.1e} ({share})"
 

@@ -55,7 +55,7 @@ def done(commands, files, models) -> Any:
 def test_all_went_well(done) -> None:
     for name, run in done.items():
         assert run.code == (2 if name == "asked" else 0), f"{name}:\n{run.output}"
-    assert "name rows of both with --dataset" in done["asked"].output
+    assert "give rows with both in --dataset" in done["asked"].output
     said = done["doctor"].output
     checks = {check["name"]: check["status"] for check in json.loads(said[said.index("{") :])["checks"]}
     assert {checks[name] for name in ("weights", "memory", "lengths", "trained")} == {"ok"}

@@ -149,7 +149,7 @@ def of_model_kwargs(values: list[str]) -> list[tuple[str, list[str]]]:
     try:
         said = {name.upper(): str(v).lower() if isinstance(v, bool) else str(v) for name, v in json.loads(text).items()}
     except (ValueError, AttributeError):
-        raise ConfigError(f"--model-kwargs {text} is no JSON object.") from None
+        raise ConfigError(f"--model-kwargs {text} is not a JSON object.") from None
     for reason in other_meanings(said, of_swift=True):
         raise missing(f"--model-kwargs {reason}")
     for name in said:

@@ -1,4 +1,4 @@
-"""Options of ms-swift that have no equivalent here: which decide nothing, which are refused, and what to do instead."""
+"""ms-swift options without an equivalent here: those without effect, those refused, and what to use instead."""
 
 from collections.abc import Sequence
 
@@ -12,16 +12,16 @@ def is_on(values: Sequence[str]) -> bool:
 
 def missing(said: str, instead: str = "") -> ConfigError:
     """The error for what a command says and nothing here does. `instead`: what to do, or what there is."""
-    return ConfigError(f"{said}: an option of ms-swift without equivalent here{f'; {instead}' if instead else ''}.")
+    return ConfigError(f"{said}: an ms-swift option without an equivalent here{f'; {instead}' if instead else ''}.")
 
 
 # What decides nothing here: the work is done anyway, or in another way.
 WITHOUT_EFFECT = {
     "tuner_backend": "adapters are PEFT's",
     "template_backend": "templates are the tokenizer's",
-    "use_hf": "names are of the Hugging Face hub, and with MS:: in front of ModelScope's",
-    "check_model": "files are read where they lie",
-    "add_version": "a new folder is made unless --output-dir is given",
+    "use_hf": "names refer to the Hugging Face hub, or with MS:: in front to ModelScope's",
+    "check_model": "files are read where they are",
+    "add_version": "a new folder is created unless --output-dir is given",
     "dataset_num_proc": "rows are encoded on all cores",
     "load_from_cache_file": "rows are encoded in each run, on all cores, unless --cached-dataset names them",
     "lazy_tokenize": "rows are encoded before, on all cores",
@@ -30,7 +30,7 @@ WITHOUT_EFFECT = {
     "dataloader_pin_memory": "rows are encoded before",
     "dataloader_persistent_workers": "rows are encoded before",
     "dataloader_prefetch_factor": "rows are encoded before",
-    "remove_unused_columns": "what is not asked for is not used",
+    "remove_unused_columns": "columns that are not needed are not used",
     "logging_first_step": "the first step is always logged",
     "average_tokens_across_devices": "every token of a step weighs the same on all processes, always",
     "ddp_find_unused_parameters": "parameters may be unused, always",
@@ -67,7 +67,7 @@ WITHOUT_EFFECT = {
     "template": "the tokenizer's own template is used; --chat-template gives another",
     "val_dataset_shuffle": "an evaluation gives the same numbers in any order",
     "padding_side": "padding changes no number",
-    "logging_dir": "logs lie in the output folder",
+    "logging_dir": "logs are in the output folder",
     "run_name": "the output folder is the name of the run",
     "greater_is_better": "lower is better for a loss, higher for all else",
     "save_on_each_node": "a checkpoint is one for all machines",
@@ -76,14 +76,14 @@ WITHOUT_EFFECT = {
     "packing_num_proc": "rows are packed by one process",
     "acc_strategy": "what --metrics names is computed, and no accuracy besides",
     "logging_nan_inf_filter": "a loss of NaN or inf is shown as it is, and three steps of it in a row end the run",
-    "local_rank": "the launcher says it",
+    "local_rank": "the launcher sets it",
     "save_safetensors": "weights are safetensors, always",
     "num_sample_generations": "answers are written to completions.jsonl",
     "local_rollout_forward_batch_size": "what it splits is done micro-batch by micro-batch",
     **dict.fromkeys(("ref_model_type", "reward_model_type", "teacher_model_type"), "the model's own config says it"),
     **dict.fromkeys(
         ("disable_tqdm", "log_level", "skip_memory_metrics", "include_num_input_tokens_seen"),
-        "a line a step says what there is to say",
+        "each step prints one line",
     ),
     **dict.fromkeys(
         ("eval_accumulation_steps", "eval_do_concat_batches"), "an evaluation adds up sums, and keeps none"
@@ -173,21 +173,21 @@ INSTEAD = {
         ("use_gym_env", "gym_env"),
         "--environments FILE.py:CLASS lets answers of grpo act in a world that judges them (docs/acting.md)",
     ),
-    "reward_model_plugin": "what judges in words is a function of your own, --reward-funcs FILE.py:FUNCTION, which may"
+    "reward_model_plugin": "for a generative judge write a function, --reward-funcs FILE.py:FUNCTION, which may"
     " be async and ask a server of the judge ('vllm serve MODEL')",
-    "data_seed": "--seed is that of the order of rows, too",
+    "data_seed": "--seed also sets the order of rows",
     "freeze_parameters_ratio": r"--freeze-parameters takes regular expressions for names, such as 'layers\.[0-9]\.'",
-    "enable_channel_loss": "--val-dataset FILE FILE tells the loss of each file, of rows of one kind",
-    "response_prefix": "'shardproof infer' has it; in training what every answer begins with is written by the"
-    " template: --chat-template",
+    "enable_channel_loss": "--val-dataset FILE FILE reports the loss of each file, one kind of rows per file",
+    "response_prefix": "'shardproof infer' has it; in training the template writes the beginning of every"
+    " answer: --chat-template",
     "loss_scale": "'shardproof sft' takes last_round, all and default, each with react, hermes, qwen, agentflan,"
-    " alpha_umi, ignore_think_prefix and (but all) ignore_empty_think behind a +; patterns of one's own are"
+    " alpha_umi, ignore_think_prefix and (but all) ignore_empty_think after a +; for your own patterns use"
     " --token-weights FILE.json",
     "generation_batch_size": "--steps-per-generation says how many micro-batches answers are generated for at once",
     "lora_dtype": "adapters are fp32 and compute in --precision",
     "quant_method": "bitsandbytes packs, by --quantize nf4 or fp4",
     "bnb_4bit_quant_type": "--quantize fp4",
-    "bnb_4bit_use_double_quant": "scales are packed, too, always",
+    "bnb_4bit_use_double_quant": "scales are always packed too",
     **dict.fromkeys(
         ("reward_adapters", "teacher_adapters"),
         "'shardproof export RUN FOLDER' merges them: name that folder as the model",
@@ -223,7 +223,7 @@ INSTEAD = {
         ("push_to_hub", "hub_model_id"),
         "'shardproof export runs/RUN FOLDER --push-to-hub OWNER/NAME' does it when the run is done",
     ),
-    "hub_token": "HF_TOKEN in the environment says it, which no list of processes shows",
+    "hub_token": "set HF_TOKEN in the environment, which no process list shows",
     "packing_length": "--max-length is the length of packed rows",
     "label_smoothing_factor": "only 'shardproof sft' smooths tokens; --label-smoothing of dpo is about pairs",
     "tf32": "torch.set_float32_matmul_precision('high') in a file of --external-plugins, or --precision bf16",

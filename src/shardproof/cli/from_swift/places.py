@@ -31,14 +31,14 @@ PUSHES = ("true", "false", "")  # Swift's values of an option that names a repos
 CALIBRATED = ("awq", "gptq", "gptq_v2")
 WITHOUT_EFFECT = {
     "infer": {
-        "merge_lora": "adapters answer as they are",
+        "merge_lora": "adapters are used unmerged",
         "torch_dtype": "weights keep the dtype of their files",
         "attn_impl": "the model's own",
         "load_data_args": "--dataset names the rows to answer; without it the command chats",
-        "load_args": "what a run has said of its template and system message holds, always",
-        "write_batch_size": "each answer is written when it is there",
+        "load_args": "a run's template and system message always apply",
+        "write_batch_size": "each answer is written as soon as it is complete",
         "strict": "--bad-rows stop is what happens here",
-        **dict.fromkeys(("max_length", "truncation_strategy"), "questions are as long as they are"),
+        **dict.fromkeys(("max_length", "truncation_strategy"), "questions are never cut"),
         "device_map": "--nproc shards the model over processes",
         "val_dataset_shuffle": "answers are in the order of the rows",
         **dict.fromkeys(("task_type", "num_labels", "problem_type"), "the model says what it does"),
@@ -68,7 +68,7 @@ INSTEAD = {
     ),
     ("export", "to_mcore"): (("false",), "a tool of Megatron's reads the folder that is written"),
     ("export", "bnb_4bit_quant_type"): (("nf4",), "--quantize nf4 has the more exact of the two"),
-    ("export", "bnb_4bit_use_double_quant"): (("true",), "scales are packed, too, always"),
+    ("export", "bnb_4bit_use_double_quant"): (("true",), "scales are always packed too"),
     ("export", "load_data_args"): (("false",), "--dataset names the rows to calibrate with"),
     ("export", "to_ollama"): (("false",), "'ollama create' reads the folder that is written"),
     ("export", "to_peft_format"): (("false",), "the adapters of a run are PEFT's"),
@@ -100,7 +100,7 @@ def placed(command: str, argv: Sequence[str], known: Collection[str]) -> tuple[l
         name, text = given[2:].replace("-", "_"), " ".join(values)
         if name in RUN:
             if len(values) != 1 or name in runs:
-                raise ConfigError(f"{given} {text}: one folder is meant.")
+                raise ConfigError(f"{given} {text}: give one folder.")
             runs[name] = text
         elif command == "export" and name == "output_dir":
             target = text
@@ -176,11 +176,11 @@ def _pushed(said: dict[str, str], on_hugging_face: bool, notes: list[str]) -> li
         notes += [f"{flag(option)} (nothing is pushed)" for option in said]
         return []
     if name.lower() in ("", "none"):
-        raise ConfigError("--push-to-hub true needs --hub-model-id OWNER/NAME: where to?")
+        raise ConfigError("--push-to-hub true needs --hub-model-id OWNER/NAME.")
     if not on_hugging_face and modelscope.named(name) is None:
         raise ConfigError(
-            f"--push-to-hub true --hub-model-id {name}: ms-swift puts it on ModelScope's hub unless --use-hf true is"
-            f" given. Say which one is meant: --push-to-hub MS::{name}, or {name} for Hugging Face's."
+            f"--push-to-hub true --hub-model-id {name}: ms-swift pushes to ModelScope's hub unless --use-hf true is"
+            f" given. Choose one: --push-to-hub MS::{name}, or {name} for Hugging Face's."
         )
     return ["--push-to-hub", name]
 

@@ -35,7 +35,7 @@ def _scheduler_kwargs(values: list[str]) -> Ours:
     try:
         found = json.loads(text, parse_float=str, parse_int=str)
     except ValueError:
-        raise ConfigError(f"--lr-scheduler-kwargs {text} is no JSON object.") from None
+        raise ConfigError(f"--lr-scheduler-kwargs {text} is not a JSON object.") from None
     return [("lr_scheduler_kwargs", [f"{name}={value}" for name, value in found.items()])]
 
 
@@ -44,7 +44,7 @@ def _checkpointing(values: list[str]) -> Ours:
         wanted = json.loads(" ".join(values))
         unknown = set(wanted) - {"use_reentrant"}
     except (ValueError, TypeError):
-        raise ConfigError(f"--gradient-checkpointing-kwargs {' '.join(values)} is no JSON object.") from None
+        raise ConfigError(f"--gradient-checkpointing-kwargs {' '.join(values)} is not a JSON object.") from None
     if unknown:
         raise ConfigError(f"--gradient-checkpointing-kwargs: {', '.join(sorted(unknown))} has no equivalent here.")
     return [("checkpointing_reentrant", ["yes" if wanted.get("use_reentrant") else "no"])]
@@ -202,7 +202,7 @@ def _rope(values: list[str]) -> Ours:
     try:
         said = json.loads(text)
     except ValueError:
-        raise ConfigError(f"--rope-scaling {text} is no JSON object.") from None
+        raise ConfigError(f"--rope-scaling {text} is not a JSON object.") from None
     said = {("type" if name == "rope_type" else name): value for name, value in said.items()}
     return [("rope_scaling", [f"{name}={value}" for name, value in said.items()])]
 

@@ -326,7 +326,7 @@ def _report(records: Path, failed: Any, debug: bool) -> Ended:
         print(f"error: rank {rank} was ended by {name}.{hint}", file=sys.stderr)
         return Ended(FAILURE, len(killed))
     if not causes:
-        print(f"error: a rank ended without saying why ({failed})", file=sys.stderr)
+        print(f"error: a rank ended without an error message ({failed})", file=sys.stderr)
         return Ended(FAILURE, 1)
     first = causes[0]
     if debug:

@@ -46,8 +46,8 @@ def launch(config: RunConfig, argv: Sequence[str]) -> int:
         kind = "GPU" if gpus else "CPU"
         if there.get(kind, 0) < config.nproc:
             raise ConfigError(
-                f"--launcher ray --nproc {config.nproc}: the cluster has {there.get(kind, 0):.0f} {kind}s. Workers "
-                "would be waited for without end."
+                f"--launcher ray --nproc {config.nproc}: the cluster has {there.get(kind, 0):.0f} {kind}s. The run "
+                "would wait for workers forever."
             )
         place = Path(str(config.output_dir)).expanduser().absolute()
         results = place.with_name(f"{place.name}.ray")

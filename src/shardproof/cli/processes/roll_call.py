@@ -110,8 +110,8 @@ class RollCall:
             return socket.create_server(("", self.port))
         except OSError as error:
             raise ConfigError(
-                f"MASTER_PORT={self.port} cannot be had on {self.host} ({error.strerror}): another job or program is "
-                "there.\nName another one on all machines: --master-port."
+                f"MASTER_PORT={self.port} cannot be used on {self.host} ({error.strerror}): another job or program has "
+                "it.\nChoose another one on all machines: --master-port."
             ) from None
 
     def _problem(self, rank: int, host: str, nodes: int, hosts: dict[int, str]) -> str:

@@ -36,7 +36,7 @@ def _bad(name: str, total: str, bad: Sequence[str], leave_out: bool) -> list[Che
     seen = f"{len(bad):,} of {total}: {some(bad)}"
     if leave_out:
         return [Check(AREA, name, "warn", seen, "They are left out.")]
-    cause = "A run stops at these rows before it begins."
+    cause = "The run would stop at these rows before it begins."
     return [Check(AREA, name, "fail", seen, cause, "repair them, or --bad-rows skip")]
 
 
@@ -80,7 +80,7 @@ def files(count: int, lost: Sequence[str], leave_out: bool) -> list[Check]:
     seen = f"{len(lost):,} of {count:,}: {some(lost)}"
     if leave_out:
         return [Check(AREA, "files", "warn", seen, "Their rows are left out.", "--media-root, or repair the rows")]
-    cause = "A run stops at these rows before it begins."
+    cause = "The run would stop at these rows before it begins."
     option = "--media-root, or repair the rows; --bad-rows skip leaves them out"
     return [Check(AREA, "files", "fail", seen, cause, option)]
 
@@ -108,8 +108,8 @@ def special_tokens(tokenizer: Any) -> list[Check]:
         cause = "The model learns one and meets the other."
         return [Check(AREA, "special tokens", "fail", "; ".join(problems), cause, "repair the tokenizer")]
     if tokenizer.eos_token_id is None:
-        cause = "No text ends, so no model learns to stop."
-        return [Check(AREA, "special tokens", "warn", "there is none that ends a text", cause, "set eos_token")]
+        cause = "No text has an end, so the model does not learn to stop."
+        return [Check(AREA, "special tokens", "warn", "none of them ends a text", cause, "set eos_token")]
     begins = ", and begins it" if tokenizer.eos_token_id == tokenizer.bos_token_id else ""
     of_turns = [end for end in stops(tokenizer, None) if end != tokenizer.eos_token_id]
     turns = "".join(f", {tokenizer.convert_ids_to_tokens(end)!r} an answer" for end in of_turns)
@@ -186,7 +186,7 @@ def lengths(report: EncodeReport, config: SftConfig, rows: Iterable[Any] = ()) -
         share = (lost + cut) / report.rows
         seen += f"; {lost} left out and {cut} cut of {report.rows} (--max-length {config.max_length})"
         status: Any = "fail" if share > MOST else "warn" if share > FEW else "ok"
-        cause = "What is left out or cut is not learnt." if status != "ok" else ""
+        cause = "Rows left out and text cut off are not learnt." if status != "ok" else ""
         cut_beside_files = not isinstance(report, (LabelReport, MatchReport))
         longer = longer_than(report.longest, ["--truncation"], rows, cut_beside_files) if cause else ""
         checks.append(Check(AREA, "lengths", status, seen, cause, longer))

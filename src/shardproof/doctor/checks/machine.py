@@ -112,7 +112,7 @@ def checkpoints(config: RunConfig, steps: int, epoch: int) -> list[Check]:
     seen = f"one, at the end of {steps} steps"
     if config.save_strategy == "epoch":
         return [Check(AREA, "checkpoints", "ok", seen)]
-    cause = "A run that dies before its end has none to go on from."
+    cause = "A run that dies before its end has no checkpoint to resume from."
     return [Check(AREA, "checkpoints", "warn", seen, cause, f"--save-steps of less than {steps}")]
 
 
@@ -121,7 +121,7 @@ def output(config: RunConfig) -> list[Check]:
     wanted = config.output_dir or "runs"
     place = nearest(wanted)
     if not place.is_dir():
-        seen = f"{wanted} cannot be made: {place} is a file"
+        seen = f"{wanted} cannot be created: {place} is a file"
     elif not os.access(place, os.W_OK | os.X_OK):
         seen = f"{place} cannot be written to"
     else:
@@ -144,11 +144,11 @@ def disk(config: RunConfig, needed: int, free: int | None = None) -> list[Check]
     seen = f"{needed / 1e9:.2f} GB to write, {free / 1e9:.2f} GB free in {place}"
     limit = "--save-total-limit 1, or " if config.writes_checkpoints and config.save_total_limit != 1 else ""
     if free < needed:
-        cause = "The disk is full before the run is at its end; what was trained by then is lost."
+        cause = "The disk fills up before the run ends, and everything trained by then is lost."
         if config.writes_checkpoints:
-            cause = "The disk is full before the run is at its end; it can go on from its newest whole checkpoint."
+            cause = "The disk fills up before the run ends; it can resume from its newest complete checkpoint."
         return [Check(AREA, "disk", "fail", seen, cause, f"{limit}--output-dir on another disk")]
     if free < 2 * needed:
-        cause = "There is little room beside it."
+        cause = "Little space would be left."
         return [Check(AREA, "disk", "warn", seen, cause, f"{limit}--output-dir on another disk")]
     return [Check(AREA, "disk", "ok", seen)]

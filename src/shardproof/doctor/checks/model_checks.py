@@ -25,17 +25,17 @@ def loading(info: Mapping[str, Any]) -> list[Check]:
     missing, extra = sorted(info.get("missing_keys", ())), sorted(info.get("unexpected_keys", ()))
     wrong = sorted(str(key[0] if isinstance(key, (tuple, list)) else key) for key in info.get("mismatched_keys", ()))
     if wrong:
-        cause = "These weights have another shape in the files than in the model, and were made anew."
+        cause = "These weights have a different shape in the files than in the model, and were newly initialised."
         return [
             Check(AREA, "weights", "fail", f"{len(wrong)}: {some(wrong)}", cause, "a config.json that fits the weights")
         ]
     if missing:
-        cause = "These weights are not in the files: they were made anew, at random."
+        cause = "These weights are not in the files: they were newly initialised, at random."
         return [
-            Check(AREA, "weights", "fail", f"{len(missing)}: {some(missing)}", cause, "the folder of the whole model")
+            Check(AREA, "weights", "fail", f"{len(missing)}: {some(missing)}", cause, "the folder of the full model")
         ]
     if extra:
-        cause = "The files hold weights that the model does not have; they are left out."
+        cause = "The files hold weights that the model does not have; these are ignored."
         return [Check(AREA, "weights", "warn", f"{len(extra)}: {some(extra)}", cause)]
     return [Check(AREA, "weights", "ok", "all there, none left over")]
 
@@ -64,12 +64,12 @@ def not_loaded(error: ConfigError) -> Check:
         return Check(AREA, "adapters", "fail", _line(error), cause, "--target-modules all-linear")
     if option == "--model":
         return Check(AREA, "model", "fail", _line(error), "It cannot be loaded.", option)
-    return Check(AREA, "parts", "fail", _line(error), "The model does not have what this option wants of it.", option)
+    return Check(AREA, "parts", "fail", _line(error), "The model does not have what this option needs.", option)
 
 
 def adapted(config: RunConfig) -> list[Check]:
     """Whether --adapters were trained on this model, as far as names say."""
-    cause = "Adapters that meet other weights than they were trained with give something else."
+    cause = "Adapters on weights other than those they were trained with give different results."
     return [Check(AREA, "adapters", "warn", told, cause, "--model") for told in other_bases(config)]
 
 
@@ -98,7 +98,7 @@ def trained(model: nn.Module, config: RunConfig, writes: bool = True) -> list[Ch
         if unasked:
             parts = ", ".join(sorted({found.part_of[name] for name in unasked}))
             cause = f"--tuner full trains all of it, but these are frozen by the model's own code (part: {parts})."
-            option = "requires_grad_(True) where the model is made, or --freeze to say that it is meant"
+            option = "requires_grad_(True) where the model is created, or --freeze if that is intended"
             return [Check(AREA, "trained", "fail", f"{seen}; frozen: {some(unasked)}", cause, option)]
         left = sorted({found.part_of.get(name, "?") for name in frozen})
         seen += f"; not trained: {', '.join(left)}" if left else ""
@@ -112,15 +112,15 @@ def places(model: nn.Module, device: torch.device = CPU, ranks: int = 1, rounded
     tensors = [*model.named_parameters(), *model.named_buffers()]
     meta = [name for name, t in tensors if t.is_meta]
     if meta:
-        cause = "These have a shape and no values: they were never loaded."
+        cause = "These have a shape but no values: they were never loaded."
         return [
             Check(AREA, "devices", "fail", some(meta), cause, "load them, or leave the part out (--freeze does not)")
         ]
     tied_down = pinned(model, device, ranks)
     if tied_down:
         cause = (
-            f"The run computes on {device}, where the engine moves the weights, and these modules move what goes into"
-            " them elsewhere: their first forward would end with tensors on two devices."
+            f"The run computes on {device}, where the engine moves the weights, but these modules move their inputs"
+            " elsewhere: their first forward would fail with tensors on two devices."
         )
         option = "load the model without device_map: the engine places it, one part on each rank"
         return [Check(AREA, "devices", "fail", some(tied_down), cause, option)]
@@ -128,7 +128,7 @@ def places(model: nn.Module, device: torch.device = CPU, ranks: int = 1, rounded
     apart = [text for text, place in hidden if torch.device(place) != device]
     if apart:
         cause = (
-            "These modules lie in a list, dict or attribute where torch does not look: the engine does not move them,"
+            "These modules are in a list, dict or attribute where torch does not look: the engine does not move them,"
             f" the run computes on {device}, and they are neither trained nor saved."
         )
         option = "nn.ModuleList or nn.ModuleDict instead of a list or dict in the model's code"
@@ -145,10 +145,10 @@ def places(model: nn.Module, device: torch.device = CPU, ranks: int = 1, rounded
             Check(AREA, "devices", "warn", seen, cause, "leave the part out (--enable-audio-output no), or count it in")
         )
     elif hidden:
-        cause = "They lie in a list, dict or attribute where torch does not look: they are neither trained nor saved."
+        cause = "They are in a list, dict or attribute where torch does not look: they are neither trained nor saved."
         seen = some([text for text, _ in hidden])
         checks.append(
-            Check(AREA, "devices", "warn", seen, cause, "nn.ModuleList or nn.ModuleDict, if that is not meant")
+            Check(AREA, "devices", "warn", seen, cause, "nn.ModuleList or nn.ModuleDict, if that is not intended")
         )
     else:
         checks.append(Check(AREA, "devices", "ok", f"all on {next(iter(devices), 'none')}"))
@@ -222,9 +222,9 @@ def tied(model: nn.Module) -> list[Check]:
         return []
     same, said = head.weight is embedding.weight, bool(getattr(config, "tie_word_embeddings", False))
     if same != said:
-        cause = "The config says one thing and the weights another: a save keeps one of them, and a load the other."
+        cause = "The config and the weights disagree: saving follows one of them, and loading the other."
         seen = f"tie_word_embeddings is {said}, the head {'is' if same else 'is not'} the embedding"
-        return [Check(AREA, "tied weights", "warn", seen, cause, "set tie_word_embeddings to what is meant")]
+        return [Check(AREA, "tied weights", "warn", seen, cause, "set tie_word_embeddings to what is intended")]
     return [Check(AREA, "tied weights", "ok", "head and embedding are one" if same else "head and embedding are apart")]
 
 

@@ -213,9 +213,9 @@ def judged(config: DoctorConfig | RlhfDoctorConfig, rows: str, found: Held, ther
     seen += "".join(f". {note.removesuffix('.')}" for note in found.notes)
     if peak > there:
         option = "shardproof plan shows what fits: --stage 3, --gradient-checkpointing, --per-device-batch-size 1"
-        return Check("plan", "memory", "fail", seen, "The run would end out of memory.", option)
+        return Check("plan", "memory", "fail", seen, "The run would run out of memory.", option)
     if peak > 0.9 * there:
-        why = "Little is left for what is no tensor."
+        why = "Little is left for memory that is not in tensors."
         return Check("plan", "memory", "warn", seen, why, "--gradient-checkpointing")
     return Check("plan", "memory", "ok", seen)
 
@@ -234,7 +234,7 @@ def room_elsewhere(config: DoctorConfig | RlhfDoctorConfig, batch: Batch, candid
     for name, needed, free in rooms:
         if free and processes * needed > free:
             seen = f"{processes * needed / 1e9:.2f} GB for {processes} process(es), and {free / 1e9:.2f} GB are left"
-            why = "The run would end when what is not on the devices finds no room."
+            why = "The run would end when there is no room for what is kept off the devices."
             option = "--tuner lora, --optimizer adamw_8bit, or more machines"
             option = option if candidate.on_disk else f"--offload nvme:FOLDER on a large disk, {option}"
             found.append(Check("plan", name, "fail", seen, why, option))

@@ -29,7 +29,7 @@ def rows(config: RunConfig, batch: Batch, found: Any, encoded: Any, processing: 
         cause = "The run would be refused."
         return [Check("data", NAME, "fail", " ".join(str(error).split()), cause, "--resume, or the options named")]
     if told := [*other_processes(saved, begin[0], config, batch), *other_parts(begin[0], processing)]:
-        return [Check("data", NAME, "warn", " ".join(told), "The run goes on, with other numbers.")]
+        return [Check("data", NAME, "warn", " ".join(told), "The run resumes, but with different numbers.")]
     return [Check("data", NAME, "ok", f"{begin[0]} was written by a run on these rows")]
 
 
@@ -61,7 +61,7 @@ def weights(config: RunConfig, model: nn.Module) -> list[Check]:
             option = "--resume with a run of this model, or --model and --tuner as in that run"
             return [Check("model", NAME, "fail", str(error), cause, option)]
         if problems:
-            cause = "The newest one is damaged, and the one before it takes its place."
+            cause = "The newest one is damaged, so the one before it is used."
             return [Check("model", NAME, "warn", problems[0], cause)]
         return [Check("model", NAME, "ok", f"{start} is of this model")]
     return [Check("model", NAME, "fail", problems[0], "The run would end when it loads it.", "--resume")]

@@ -28,7 +28,7 @@ def lengths(report: Any, config: RlhfConfig, rows: Iterable[Any] = ()) -> list[C
     status: Any = "fail" if lost + report.cut > SHARE * report.rows else "warn"
     cuts = [f"--truncation {end}" for end in ALGORITHMS[config.rlhf_type].cuts[:1]]
     option = longer_than(report.longest, cuts, rows, cut_beside_files=False)
-    return [Check(AREA, "lengths", status, seen, "What is left out or cut is not learnt.", option)]
+    return [Check(AREA, "lengths", status, seen, "Rows left out and text cut off are not learnt.", option)]
 
 
 def answers(config: RlhfConfig, rows: Any, tokenizer: Any) -> list[Check]:
@@ -57,7 +57,7 @@ def answers(config: RlhfConfig, rows: Any, tokenizer: Any) -> list[Check]:
         return [Check(AREA, "answers", "ok", f"the template writes them, in {len(looked):,} rows")]
     if config.rlhf_type in REWARDED:
         seen = f"nothing begins an answer in {len(lost)} of {len(looked):,} rows: {some(lost)}"
-        return [Check(AREA, "answers", "warn", seen, "The model is not told that it is its turn.", option)]
+        return [Check(AREA, "answers", "warn", seen, "Nothing tells the model that its turn begins.", option)]
     what = "both answers give the same text" if config.rlhf_type in PAIRED else "the answer does not appear"
     seen = f"{what} in {len(lost)} of {len(looked):,} rows: {some(lost)}"
     status: Any = "fail" if len(lost) > len(looked) / 2 else "warn"
@@ -75,7 +75,7 @@ def rewarded(config: RlhfConfig, batch: Batch, rows: Any) -> list[Check]:
 
 
 def labels(config: RlhfConfig, rows: Any) -> list[Check]:
-    """Of judged answers: whether there are good and bad ones."""
+    """Whether judged answers include both good and bad ones."""
     if config.rlhf_type != "kto":
         return []
     good = sum(bool(row.extra["label"]) for row in rows)

@@ -1,4 +1,4 @@
-"""What is kept of one kind of failure."""
+"""The record of one kind of failure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class Known:
     Args:
         name: of the failure.
         engines: where it is met.
-        patterns: regular expressions, any of which tells it (case is ignored; a space is any white space). Of one with
-            a group `told`, that group is what is shown: the rest is what has to stand near it.
+        patterns: regular expressions, any of which identifies it (case is ignored; a space is any white space). If
+            one has a group `told`, only that group is shown: the rest has to stand near it.
         means, why: what has happened, and what causes it.
         there: what people do about it in those engines; `here` what is different in shardproof.
         threads: public ones.
-        cases: of the casebook, which run it.
-        echo: whether it follows from another error, or from none, and so is told after all others.
-        summary: whether it only lists what failed, and so is told after the echoes, too.
+        cases: those of the casebook that reproduce it.
+        echo: whether it follows from another error, or from none, and so is shown after all others.
+        summary: whether it only lists what failed, and so is shown after the echoes too.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What is known of errors of GPUs, installations, launchers, disks and networks: see errors.py."""
+"""Known errors of GPUs, installations, launchers, disks and networks: see errors.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MACHINE = (
         "Weights, gradients, optimizer state, gathered units and activations together; saving and"
         " generating gather more.",
         "A higher stage, checkpointing, fewer rows at once, shorter rows.",
-        "`shardproof plan` shows what each stage holds before anything is trained, and what fits.",
+        "`shardproof plan` shows, before anything is trained, how much memory each stage needs, and what fits.",
         ("huggingface/transformers#12587", "huggingface/accelerate#3232"),
     ),
     Known(
@@ -36,13 +36,13 @@ MACHINE = (
             r"heartbeat monitor timed out",
         ),
         "One rank waited for a collective that another one never started.",
-        "Ranks took different paths: images on some ranks only, experts without tokens, rows or generated"
-        " texts of different"
-        " numbers, saving or evaluating under `if rank == 0`.",
+        "Ranks took different paths: images on some ranks only, experts without tokens, different"
+        " numbers of rows or"
+        " generated texts, saving or evaluating under `if rank == 0`.",
         "Make every rank call every module equally often (dummy inputs times zero), synced_gpus=True for"
         " generation, leaf"
         " modules for experts, call save on all ranks.",
-        "Ranks may take different paths, and a rank that never comes ends all within 10 s with a message that says who"
+        "Ranks may take different paths, and if a rank never arrives, all end within 10 s with a message that says who"
         " waits for what, and where.",
         (
             "deepspeedai/DeepSpeed#7170",
@@ -63,10 +63,10 @@ MACHINE = (
             r"remote process exited or there was a network error",
             r"ncclremoteerror",
         ),
-        "This rank lost its connection to another one, which has ended before.",
+        "This rank lost its connection to another one, which had already ended.",
         "The first error is that of the other rank (out of memory, an exception, killed); this text is only its echo.",
         "Look for the rank that ended first, in its own output and in the kernel's log.",
-        "The rank that ended first is told, once, and the others name its exception.",
+        "The rank that ended first is reported once, and the others name its exception.",
         ("NVIDIA/nccl#1260", "NVIDIA/nccl#1324"),
         echo=True,
     ),
@@ -75,10 +75,9 @@ MACHINE = (
         "torchrun, accelerate launch",
         (r"errors\.ChildFailedError", r"\bfailed \(exitcode: 1\)"),
         "A process of the job ended with an error. This is the launcher's list of them, not the error.",
-        "torchrun prints it last, and the traceback of the process stands above, often far above, or in a log of its"
-        " own.",
+        "torchrun prints it last, and the traceback of the process is above it, often far above, or in its own log.",
         "Look for the first `Traceback` of the rank under `Root Cause (first observed failure)`.",
-        "The rank that failed first says why, once, as the last thing that is printed.",
+        "The rank that failed first says why, once, as the last thing printed.",
         (
             "Vision-CAIR/MiniGPT-4#237",
             "hpcaitech/ColossalAI#3571",
@@ -92,10 +91,10 @@ MACHINE = (
         "all, under torchrun and other launchers",
         (r"\bgot signal: 1\b", r"closing signal SIGHUP", r"received (1|signals\.sighup) death signal"),
         "The processes were sent a hang-up (SIGHUP) and ended.",
-        "The terminal or the connection that the command was started from is gone. nohup protects the launcher alone:"
-        " it passes the signal of one worker to all.",
-        "tmux or screen, or a scheduler, in place of nohup.",
-        "A run ends after its step and saves its weights, and nohup protects all of its processes, unless torchrun has"
+        "The terminal or the connection that the command was started from is gone. nohup protects only the"
+        " launcher, which passes the signal of one worker to all.",
+        "tmux, screen or a scheduler instead of nohup.",
+        "A run ends after its step and saves its weights, and nohup protects all of its processes, unless torchrun"
         " started them. `shardproof submit` writes a job.",
         (
             "pytorch/pytorch#76894",
@@ -108,22 +107,21 @@ MACHINE = (
         "no process group",
         "all",
         (r"default process group has not been initiali[sz]ed",),
-        "Something asked for the other ranks, and there is no process group.",
-        "A program for several processes was started as one, without its launcher; or the group was destroyed before.",
-        "torchrun (or accelerate launch, deepspeed) in front of it; init_process_group at its beginning.",
-        "`shardproof.shard` works without a group, as one process, and makes the group that a launcher has described.",
+        "Code needed the other ranks, but there is no process group.",
+        "A program for several processes was started as one, without its launcher; or the group was destroyed earlier.",
+        "torchrun (or accelerate launch, deepspeed) in front of it; init_process_group at the start.",
+        "`shardproof.shard` works without a group, as one process, and creates the group that a launcher describes.",
         ("zai-org/ChatGLM-6B#1228", "open-mmlab/mmsegmentation#809", "hustvl/MIMDet#28"),
     ),
     Known(
         "CUDA in a forked process",
         "all, on CUDA",
         (r"cannot re-initialize cuda in forked subprocess",),
-        "A process that was forked from one that had begun to use CUDA tried to use it, too.",
-        "A data set or a collator that makes tensors on the GPU in workers of a data loader; ranks that are forked"
-        " after torch.cuda was asked for something.",
-        "Tensors of the CPU in workers; the start method 'spawn'; no CUDA before the processes are started.",
-        "Ranks are forked only where there is no accelerator. What a plugin does in workers has to be on the CPU here,"
-        " too.",
+        "A process forked from one that already used CUDA tried to use it too.",
+        "A dataset or a collator that creates GPU tensors in data loader workers; ranks that are forked after"
+        " torch.cuda was first used.",
+        "CPU tensors in workers; the start method 'spawn'; no CUDA before the processes are started.",
+        "Ranks are forked only where there is no accelerator. Plugin code in workers has to stay on the CPU here too.",
         ("pytorch/pytorch#40403", "traveller59/spconv#408", "shubham-goel/4D-Humans#59"),
     ),
     Known(
@@ -136,20 +134,20 @@ MACHINE = (
             r"pytorchstreamwriter failed writing",
             r"inline_container\.cc:\d+\] \. unexpected pos",
         ),
-        "A file could not be written to its end.",
-        "The disk, or the share of it that a user or a container has, is full: a checkpoint holds the weights and two"
-        " states of the optimizer. torch says so in words about its archive.",
+        "A file could not be written completely.",
+        "The disk, or the quota of a user or container, is full: a checkpoint holds the weights and two"
+        " optimizer states. torch reports it as an error of its archive.",
         "df -h and df -i of that folder; fewer checkpoints kept, another disk. A full /dev/shm or /tmp reads the same.",
-        "`shardproof doctor` compares what a run writes with what is free. A full disk costs the checkpoint under way,"
-        " no complete one.",
+        "`shardproof doctor` compares what a run writes with the free space. A full disk costs the checkpoint being"
+        " written, but no complete one.",
         ("pytorch/pytorch#10577", "hiyouga/LlamaFactory#1223", "zai-org/ChatGLM-6B#1166", "h2oai/h2o-llmstudio#214"),
     ),
     Known(
         "too many open files",
         "all",
         (r"received 0 items of ancdata", r"\[errno 24\] too many open files"),
-        "A process may open no more files, or get no more from its workers.",
-        "Workers of a data loader hand tensors over as open files, and the limit is 1024 on many machines.",
+        "A process cannot open more files, or receive more from its workers.",
+        "Data loader workers pass tensors on as open files, and the limit is 1024 on many machines.",
         "ulimit -n 65536; torch.multiprocessing.set_sharing_strategy('file_system'); fewer workers.",
         "The same. --workers 0 has each rank read its rows itself.",
         ("pytorch/pytorch#973", "pytorch/pytorch#14768", "Project-MONAI/MONAI#701", "Peterande/D-FINE#22"),
@@ -161,10 +159,10 @@ MACHINE = (
             r"dataloader worker \(pid[^)\n]*\)?\)? is killed by signal: (killed|terminated|segmentation fault|aborted)",
             r"dataloader worker \(pid\(s\) [^)\n]*\) exited unexpectedly",
         ),
-        "A process that reads rows was ended, most often because the host's memory was used up.",
-        "Each worker holds its own copy of what it reads, and there are as many as workers times ranks.",
+        "A process that reads rows was killed, most often because the host ran out of memory.",
+        "Each worker holds its own copy of what it reads, and there are workers x ranks of them.",
         "Fewer workers, or none, which also shows the error of the row itself; more memory for the job.",
-        "Rows stay on the disk until they are asked for. --workers 0 has each rank read its rows itself.",
+        "Rows stay on disk until they are needed. --workers 0 has each rank read its rows itself.",
         (
             "pytorch/pytorch#8976",
             "facebookresearch/maskrcnn-benchmark#195",
@@ -187,11 +185,11 @@ MACHINE = (
         "illegal memory access",
         "all, on CUDA",
         (r"illegal memory access was encountered",),
-        "A kernel read or wrote memory that is not its own. The line that is named may be a later one.",
+        "A kernel read or wrote memory outside its buffers. The line named may be a later one.",
         "A bug in a kernel (of an extension, of attention, of NCCL), sizes beyond 32-bit indices, or broken hardware.",
         "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer shows the kernel; another release of it; nvidia-smi -q for ECC"
         " errors.",
-        "The engine brings no kernels of its own; --attn eager and no --compile leave out most others.",
+        "The engine has no kernels of its own; --attn eager without --compile avoids most others.",
         (
             "axolotl-ai-cloud/axolotl#1473",
             "vllm-project/vllm#4108",
@@ -205,7 +203,7 @@ MACHINE = (
         (r"no kernel image is available for execution", r"cuda capability sm_\d+ is not compatible"),
         "torch, or an extension, was built without code for this kind of GPU.",
         "The GPU is newer than the release, or older than what it still supports; an extension was built elsewhere.",
-        "A build for the CUDA version that the GPU wants; TORCH_CUDA_ARCH_LIST when an extension is built.",
+        "A build for the CUDA version that the GPU needs; TORCH_CUDA_ARCH_LIST when building an extension.",
         "The same: it is torch's build. The engine compiles nothing.",
         ("MIC-DKFZ/nnUNet#1040", "pytorch/pytorch#54053", "thuml/Time-Series-Library#611"),
     ),
@@ -217,8 +215,8 @@ MACHINE = (
             r"torch not compiled with cuda enabled",
             r"cuda driver version is insufficient",
         ),
-        "The torch that is installed does not go with the driver, or is one for the CPU.",
-        "A package has replaced torch by another build; the driver is older than the CUDA that torch brings.",
+        "The installed torch does not match the driver, or is a CPU build.",
+        "A package has replaced torch with another build; or the driver is older than torch's CUDA.",
         "pip install torch from the index of the driver's CUDA version (nvidia-smi shows it); a newer driver.",
         "`shardproof doctor` and `shardproof env` show which devices torch sees.",
         ("pytorch/pytorch#25581", "pytorch/pytorch#4546", "ai4d-iasc/trixie#9"),
@@ -227,10 +225,10 @@ MACHINE = (
         "an extension for another torch",
         "all, with FlashAttention",
         (r"(flash_attn|xformers|apex|_cuda)[\w.-]*\.so: undefined symbol",),
-        "A compiled package was built against another release of torch than the one that is installed.",
+        "A compiled package was built against a different release of torch from the installed one.",
         "torch was upgraded after it, or its wheel is for another torch, CUDA or C++ ABI.",
         "Install it again with --no-build-isolation, or the wheel whose name has torch's version in it.",
-        "None is needed: without --attn a model takes torch's own attention.",
+        "No such package is needed: without --attn a model uses torch's own attention.",
         (
             "Dao-AILab/flash-attention#966",
             "Dao-AILab/flash-attention#784",
@@ -242,7 +240,7 @@ MACHINE = (
         "no CUDA toolkit",
         "DeepSpeed",
         (r"CUDA_HOME does not exist", r"CUDA_HOME environment variable is not set", r"MissingCUDAException"),
-        "Something wants to compile for CUDA, and there is no compiler.",
+        "Something needs to compile for CUDA, but there is no compiler.",
         "torch brings CUDA's libraries, not its toolkit (nvcc); DeepSpeed looks for it when it is imported, and other"
         " libraries import DeepSpeed where it is installed.",
         "Install the toolkit of torch's CUDA version and set CUDA_HOME, or remove DeepSpeed where it is not needed.",
@@ -263,12 +261,12 @@ MACHINE = (
             r"installed cuda version \S+ does not match the version torch was compiled with \S+ unable to compile",
             r"the detected cuda version \(\S+\) mismatches the version that was used to compile pytorch",
         ),
-        "Something wants to compile for CUDA, and the compiler is of another CUDA than torch.",
+        "Something needs to compile for CUDA, but the compiler's CUDA version differs from torch's.",
         "DeepSpeed builds its operations when they are first used (cpu_adam with offload, fused_adam), with the nvcc of"
-        " CUDA_HOME or PATH: the system's, or that of another environment. torch brings a CUDA of its own.",
-        "A toolkit of torch's version (torch.version.cuda), with CUDA_HOME set to it; or torch for the toolkit that is"
-        " there. DS_SKIP_CUDA_CHECK=1 where the two are known to go together.",
-        "Nothing is compiled to start: optimizers are torch's, with offload too.",
+        " CUDA_HOME or PATH: the system's, or that of another environment. torch brings its own CUDA.",
+        "A toolkit of torch's version (torch.version.cuda), with CUDA_HOME set to it; or torch for the installed"
+        " toolkit. DS_SKIP_CUDA_CHECK=1 where the two are known to be compatible.",
+        "Nothing is compiled at start-up: optimizers are torch's, with offload too.",
         (
             "deepspeedai/DeepSpeed#3223",
             "deepspeedai/DeepSpeed#2902",
@@ -280,9 +278,9 @@ MACHINE = (
         "bf16 on a GPU that has none",
         "transformers",
         (r"your setup doesn't support bf16", r"bfloat16 is only supported on gpus with compute capability"),
-        "bf16 was asked for, and the GPU cannot compute in it, or none was found.",
+        "bf16 was requested, but the GPU cannot compute in it, or no GPU was found.",
         "GPUs before Ampere (V100, T4, 20xx) have fp16 only; a torch without CUDA says the same.",
-        "fp16 in its place, also in the file for DeepSpeed.",
+        "fp16 instead, also in the DeepSpeed file.",
         "--precision fp16 scales the loss; --precision fp32 works everywhere.",
         (
             "tatsu-lab/stanford_alpaca#133",
@@ -302,10 +300,10 @@ MACHINE = (
             r"huggingface\.co[^\n]{0,200}(max retries exceeded|timed out|connection (error|aborted|refused))",
         ),
         "A file of a model or a data set is not on this machine, and the hub did not answer.",
-        "Nodes of a cluster often have no way out; a proxy, a firewall, or the hub is busy.",
+        "Cluster nodes often have no internet access; or a proxy or firewall is in the way, or the hub is busy.",
         "Fetch it where there is a network (hf download) and name the folder; HF_HUB_OFFLINE=1; HF_ENDPOINT for a"
         " mirror.",
-        "--model FOLDER and files as --dataset ask nobody.",
+        "--model FOLDER and files as --dataset need no network.",
         (
             "huggingface/huggingface_hub#2319",
             "Stability-AI/generative-models#222",
@@ -318,9 +316,9 @@ MACHINE = (
         "transformers, datasets",
         (r"cannot access gated repo", r"GatedRepoError", r"401 Client Error[^\n]*huggingface\.co"),
         "The model is private or its terms must be accepted first, or its name is wrong.",
-        "No token, one of another account, or one without the right to read gated models.",
+        "There is no token, or it belongs to another account or may not read gated models.",
         "Accept the terms on the model's page; hf auth login, or HF_TOKEN, of that account.",
-        "The same. --model FOLDER asks nobody.",
+        "The same. --model FOLDER needs no network.",
         (
             "huggingface/huggingface_hub#2586",
             "01-ai/Yi#226",

@@ -1,4 +1,4 @@
-"""What is known of errors of rows, tokenizers and models, and of TRL's trainers: see errors.py."""
+"""Known errors of rows, tokenizers and models, and of TRL's trainers: see errors.py."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ROWS = (
             r"(image|video|audio) features and (image|video|audio) tokens do not match",
             r"mismatch in `?(image|video|audio)`? token count between text and",
         ),
-        "The tokens that stand for a picture or a sound are not as many as what the tower gives for it.",
-        "The row was cut in the middle of a picture, names more or fewer files than it has marks, or processor and"
-        " model are of different releases.",
-        "A larger longest row (cutoff_len, max_length); one mark for each file; the processor of the model's folder.",
+        "The number of placeholder tokens for an image or a sound differs from the number of features of its tower.",
+        "The row was cut in the middle of an image, it has more or fewer files than placeholders, or the processor and"
+        " the model come from different releases.",
+        "A larger maximum length (cutoff_len, max_length); one placeholder per file; the model's own processor.",
         "Every row goes through the processor before training, and one that does not fit is named by file and line."
-        " Rows with files are never cut: what is too long is left out.",
+        " Rows with files are never cut: those that are too long are left out.",
         (
             "QwenLM/Qwen3-VL#556",
             "2U1/Qwen-VL-Series-Finetune#128",
@@ -30,10 +30,10 @@ ROWS = (
         "transformers",
         (r"unable to create tensor, you should probably activate truncation and/or padding",),
         "Rows of a batch could not be put into one tensor.",
-        "Labels, or a column that is no list of numbers, were not padded: DataCollatorWithPadding and the collator for"
-        " language modelling pad inputs, not labels.",
-        "A collator that pads labels (DataCollatorForSeq2Seq); take out columns of text.",
-        "`sft` pads tokens and labels alike, and other columns do not come so far.",
+        "Labels, or a column that is not a list of numbers, were not padded: DataCollatorWithPadding and the collator"
+        " for language modelling pad inputs, not labels.",
+        "A collator that pads labels (DataCollatorForSeq2Seq); remove text columns.",
+        "`sft` pads tokens and labels alike, and other columns never reach the collator.",
         (
             "huggingface/transformers#39266",
             "huggingface/transformers#20638",
@@ -49,9 +49,9 @@ ROWS = (
             r"cannot use (chat template functions|apply_chat_template\(?\)?) because",
         ),
         "Rows are conversations, and the tokenizer does not know how to write one.",
-        "Base models have no template; transformers makes none up any more since 4.44.",
-        "The instruct model's tokenizer, or tokenizer.chat_template of one's own (TRL: clone_chat_template).",
-        "--chat-template chatml, a file or the text of one. It is looked at before the model is loaded.",
+        "Base models have no template, and transformers has had no default one since 4.44.",
+        "The instruct model's tokenizer, or your own tokenizer.chat_template (TRL: clone_chat_template).",
+        "--chat-template chatml, a file, or the text of a template. It is checked before the model is loaded.",
         (
             "huggingface/transformers#33246",
             "OpenRLHF/OpenRLHF#613",
@@ -64,7 +64,7 @@ ROWS = (
         "tokenizers, transformers",
         (r"did not match any variant of untagged enum",),
         "tokenizer.json is written in a form that the installed library cannot read.",
-        "It was saved by a newer release of tokenizers than the one that reads it, or is damaged.",
+        "It was saved by a newer release of tokenizers than the one reading it, or it is damaged.",
         "pip install -U transformers tokenizers (they go together).",
         "`shardproof doctor` compares the releases, and reads the tokenizer before the model.",
         (
@@ -80,18 +80,18 @@ ROWS = (
         (r"but transformers does not recognize this architecture",),
         "config.json names a kind of model that the installed transformers does not have.",
         "The model is newer than the release; or it brings its own code, which was not allowed to run.",
-        "pip install -U transformers; trust_remote_code=True for code of its own, after reading it.",
-        "The same, told before anything is loaded; --trust-remote-code, or a class of your own by --external-plugins.",
+        "pip install -U transformers; trust_remote_code=True for a model with its own code, after reading it.",
+        "The same, but reported before loading; --trust-remote-code, or a class of your own in --external-plugins.",
         ("vllm-project/vllm#15685", "QwenLM/Qwen3-VL#62", "hiyouga/LlamaFactory#9178"),
     ),
     Known(
         "a file that holds no weights",
         "transformers, safetensors",
         (r"error while deserializing header", r"HeaderTooLarge", r"MetadataIncompleteBuffer"),
-        "A .safetensors file does not begin as one.",
-        "It is the pointer of Git LFS (a few lines of text), a page of HTML, or a download that was cut off.",
-        "Look at its size; git lfs pull, or fetch it again.",
-        "A pointer, or a file that is cut off, is told by its name before anything is loaded.",
+        "A .safetensors file does not start with a valid header.",
+        "It is a Git LFS pointer (a few lines of text), an HTML page, or an incomplete download.",
+        "Check its size; git lfs pull, or download it again.",
+        "A pointer or an incomplete file is named before anything is loaded.",
         (
             "OpenBMB/MiniCPM-V#159",
             "eosphoros-ai/DB-GPT#314",
@@ -106,12 +106,12 @@ ROWS = (
             r"size mismatch for [^\n]*copying a param with shape torch\.size\(\[(?!0\])[^\]]*\]\)"
             r"(?! from checkpoint, the shape in current model is torch\.size\(\[0\]\))",
         ),
-        "A file holds a weight of another shape than the model has.",
-        "Tokens were added (a pad token, a template's) and the embedding grew in one of the two; the adapter belongs to"
-        " another model, or to another size of it.",
+        "A weight has a different shape in the file than in the model.",
+        "Tokens were added (a pad token, those of a template) and the embedding grew in only one of the two; or the"
+        " adapter belongs to another model, or to another size of it.",
         "resize_token_embeddings to the shape in the file before it is loaded; the model that the adapter was trained"
         " on.",
-        "`shardproof doctor` names weights of another shape; an embedding is never resized unasked.",
+        "`shardproof doctor` names weights whose shapes differ; an embedding is never resized without being asked.",
         (
             "hiyouga/LlamaFactory#3125",
             "huggingface/peft#1554",
@@ -124,11 +124,11 @@ ROWS = (
         "safetensors, transformers",
         (r"some tensors share memory, this will lead to duplicate memory on disk",),
         "A state dict holds the same memory under two names, and a safetensors file holds each tensor once.",
-        "Weights are tied (the head is the embedding), and what saves them does not know it: Trainer with a model that"
-        " is no PreTrainedModel (a wrapper, a value head), accelerator.save_state, save_file of a plain state dict."
-        " Where names are listed that have nothing to do with each other, these are views of one flat buffer, or"
-        " empty: the weights were not gathered (inferred).",
-        "save_pretrained of the model itself, which leaves the second name out (of a class of one's own:"
+        "Weights are tied (the head is the embedding), and the code that saves them does not know: Trainer with a model"
+        " that is not a PreTrainedModel (a wrapper, a value head), accelerator.save_state, save_file of a plain state"
+        " dict. If the names listed are unrelated, they are views of one flat buffer, or empty: the weights were"
+        " not gathered (inferred).",
+        "save_pretrained of the model itself, which leaves the second name out (for a class of your own:"
         " _tied_weights_keys); safetensors.torch.save_model; clone() one of the two; in older releases of transformers"
         " save_safetensors=False.",
         "`sft` and `rlhf` write tied weights once, as save_pretrained does, read them back and compare; loading ties"
@@ -149,10 +149,10 @@ ROWS = (
             r"(mat1 and mat2|m1 and m2) (must|to) have the same dtype",
         ),
         "An operation met tensors of two dtypes.",
-        "Part of the model is in half precision and part is not (adapters, norms, a tower, a head that was made anew),"
-        " and no autocast is on there.",
-        "One dtype for all of it, or bf16=True / autocast around it; adapters as the library makes them.",
-        "A unit is computed in --precision, its adapters too, and keeps masters in fp32.",
+        "Part of the model is in half precision and part is not (adapters, norms, a tower, a newly created head),"
+        " and autocast is not active there.",
+        "One dtype for all of it, or bf16=True / autocast around it; adapters as the library creates them.",
+        "A unit and its adapters compute in --precision and keep fp32 master weights.",
         (
             "haotian-liu/LLaVA#774",
             "haotian-liu/LLaVA#785",
@@ -166,19 +166,19 @@ ROWS = (
         (r"flashattention only supports? fp16 and bf16",),
         "FlashAttention was given tensors in fp32.",
         "The model computes in fp32: no mixed precision was chosen, or a norm or an adapter in front gives fp32.",
-        "bf16=True (or fp16) in the trainer; load the model in bf16; sdpa where fp32 is meant.",
-        "--precision bf16 or fp16 beside --attn flash_attention_2, or --attn sdpa.",
+        "bf16=True (or fp16) in the trainer; load the model in bf16; sdpa where fp32 is intended.",
+        "--precision bf16 or fp16 with --attn flash_attention_2, or --attn sdpa.",
         ("unslothai/unsloth#827", "QwenLM/Qwen3#406", "yangjianxin1/Firefly#259", "ali-vilab/UniAnimate-DiT#40"),
     ),
     Known(
         "a quantised model without adapters",
         "transformers, PEFT",
         (r"cannot perform fine-tuning on purely quantized models",),
-        "A model whose weights are packed into 4 or 8 bits was to be trained as a whole.",
+        "Full training was requested for a model whose weights are packed into 4 or 8 bits.",
         "No adapters were added, or they were merged before.",
         "get_peft_model with LoRA on top; or load the model unpacked.",
-        "The same: --tuner lora, beside --quantize or a folder that is packed already. Packed weights are sharded, and"
-        " gathered and released as others are.",
+        "The same: --tuner lora, with --quantize or a folder that is packed already. Packed weights are sharded,"
+        " gathered and released like others.",
         ("unslothai/unsloth#1110", "unslothai/unsloth#241", "AGI-Edgerunners/LLM-Adapters#57", "BAAI-DCAI/Bunny#112"),
     ),
     Known(
@@ -219,7 +219,7 @@ ROWS = (
             r"got an unexpected keyword argument '(tokenizer|processing_class|max_seq_length|dataset_text_field"
             r"|evaluation_strategy|max_prompt_length|dataset_kwargs|no_cuda|overwrite_output_dir|group_by_length)'",
         ),
-        "A program for another release of transformers or TRL.",
+        "The program was written for another release of transformers or TRL.",
         "Arguments of the trainers were renamed or moved to their configs: tokenizer is processing_class,"
         " evaluation_strategy is eval_strategy, max_seq_length is max_length of SFTConfig.",
         "The new name, or the release that the program was written for.",
@@ -233,11 +233,11 @@ ROWS = (
             r"must be (evenly )?divisible by the number of generations",
             r"generation_batch_size \(\d+\) must be divisible by num_generations",
         ),
-        "The answers to a prompt do not fit evenly into what is generated at once.",
+        "The batch that is generated at once is not a multiple of the answers per prompt.",
         "A batch counts answers, not prompts: processes x batch size x accumulation must be a multiple of"
-        " num_generations, of which there are at least two.",
+        " num_generations, which is at least two.",
         "Another num_generations, batch size or accumulation; a GPU that only generates does not count.",
-        "Without a size of your own, one is taken that --num-generations divides.",
+        "If you set no size, one that --num-generations divides is chosen.",
         (
             "huggingface/trl#2858",
             "huggingface/trl#3061",

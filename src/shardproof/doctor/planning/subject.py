@@ -249,7 +249,7 @@ def check(config: PlanConfig) -> None:
         if min(getattr(config, name), default=0) < 1:
             raise ConfigError(f"{flag(name)} {getattr(config, name)}: takes numbers from 1 on.")
     if config.device == "cpu" and {"optimizer", "all"} & {*config.offload}:
-        raise ConfigError("--offload optimizer and all are for accelerators: with --device cpu everything lies there.")
+        raise ConfigError("--offload optimizer and all are for accelerators: with --device cpu everything is there.")
     if config.shard_group == 1:
         raise ConfigError("--shard-group 1: each process then holds all there is. Leave it out, and take --stage 0.")
     recipe = recipe_for(config)
