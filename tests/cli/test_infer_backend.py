@@ -26,7 +26,7 @@ from shardproof.train.folder import ADAPTER
         ({"vllm_max_model_len": 10}, "--vllm-max-model-len needs --backend vllm"),
         ({"backend": "vllm", "image": ["a.png"]}, "is asked about text, of models that it knows itself: no --image"),
         ({"backend": "vllm", "external_plugins": ["mine.py"]}, "no --external-plugins"),
-        ({"backend": "vllm", "num_beams": 2}, "follows no beams"),
+        ({"backend": "vllm", "num_beams": 2}, "does not support beam search"),
     ],
 )
 def test_what_it_is_not_asked_is_refused(given: dict[str, Any], said: str) -> None:

@@ -254,7 +254,7 @@ def test_the_batch_script_trains(capsys, tmp_path, tiny, rows):  # noqa: F811
         (["slurm", "--image", "x", "--", *TRAIN], "--image is not for slurm"),
         (["k8s", "--partition", "x", "--", *TRAIN], "--partition is not for k8s"),
         (["k8s", "--name", "My Job", "--", *TRAIN], "small letters"),
-        (["k8s", "--volume", "data=here", "--", *TRAIN], "begins with a slash"),
+        (["k8s", "--volume", "data=here", "--", *TRAIN], "must begin with a slash"),
         (["k8s", "--secret-env", "A=b", "--", *TRAIN], "name the secret and its key"),
         (["slurm", "--env", "MY-NAME=1", "--", *TRAIN], "MY-NAME is not a variable name"),
         (["slurm", "--name", "a\n#SBATCH --account=other", "--", *TRAIN], "one line each"),

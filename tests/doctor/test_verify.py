@@ -285,7 +285,7 @@ def test_steps_that_a_loss_scale_leaves_out_are_not_taken_for_differences(tiny, 
     done = commands([(name, [*fixed, name]) for name in ("always", "once")])
     for name, told in {
         "always": ("skipped step 1, 2 in both", "Compare with more steps, --steps 18"),
-        "once": ("skipped step 1 in one of the two only", "Compare with --precision bf16 or fp32"),
+        "once": ("skipped step 1 in only one of the two runs", "Compare with --precision bf16 or fp32"),
     }.items():
         assert done[name].code == 2, done[name].output
         assert all(text in done[name].output for text in told), done[name].output
