@@ -128,8 +128,8 @@ def test_an_empty_name_is_refused(command: list[str], capfd: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ("optimiser_of_old: 3\n", "config.yaml has 'optimiser_of_old', which this version does not take: "),
-        ("", "config.yaml does not say what model "),
+        ("optimiser_of_old: 3\n", "config.yaml has 'optimiser_of_old', which this version does not accept: "),
+        ("", "config.yaml does not name the model "),
     ],
 )
 def test_a_checkpoint_of_a_run_that_says_something_else(

@@ -248,7 +248,7 @@ def test_a_model_that_is_no_transformer_is_asked(recurrent: Path) -> None:
 def test_what_a_model_lacks_for_writing_is_named(recurrent: Path) -> None:
     from shardproof.errors import ConfigError
 
-    with pytest.raises(ConfigError, match=r"Mute writes no answers: it has no generate\(\). Derive it from"):
+    with pytest.raises(ConfigError, match=r"Mute cannot generate: it has no generate\(\). Derive it from"):
         ask(recurrent, "mute")
     with pytest.raises(ConfigError, match=r"Faulty cannot be asked .*nothing_of_that_name.*recurrent_plugin.py, line"):
         ask(recurrent, "faulty")

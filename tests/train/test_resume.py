@@ -853,7 +853,7 @@ def test_nothing_that_was_trained_is_removed_unasked(tmp_path: Path) -> None:
     (out / "config.yaml").touch()
     assert not refusal(**auto)  # it was killed before there was a checkpoint
     (out / "model").mkdir()
-    assert "holds no checkpoint to go on from, but model, which" in refusal(**auto)
+    assert "has no checkpoint to resume from, but it has model, which" in refusal(**auto)
     assert not refusal(**auto, overwrite=True)
     assert refusal(output_dir=str(out)).endswith("\nName another --output-dir, or add --overwrite.")
     good = checkpoint_in(out, 2)
