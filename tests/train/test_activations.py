@@ -83,7 +83,7 @@ def test_a_model_whose_layers_cannot_be_told_apart_is_refused():
         def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
             pass
 
-    with pytest.raises(ConfigError, match="cannot be told apart"):
+    with pytest.raises(ConfigError, match="cannot be identified"):
         choose_checkpointing(Old(1, 1), 2).gradient_checkpointing_enable()
 
 

@@ -142,7 +142,7 @@ def runs(commands, tiny_models, mixed: Path, files: Path):
 def test_a_run_in_which_no_file_reaches_what_is_trained_is_refused(runs) -> None:
     assert runs["unseen"].code == 2, runs["unseen"].output
     said = " ".join(runs["unseen"].output.split())
-    assert "Nothing would be learnt: audio is all that is trained, and the rows have files of kind image" in said
+    assert "Nothing would be learnt: only audio is trained, and the rows have files of kind image" in said
 
 
 LOSING = """

@@ -111,7 +111,7 @@ def test_a_loss_without_a_graph_is_named_with_its_line(runs) -> None:
     run = runs["cut_off"]
     line = 1 + Path(PLUGINS).read_text().splitlines().index('@shardproof.register_loss("cut_off")')
     assert run.code == 2
-    assert f"--loss cut_off (plugins_for_tests.py:{line}) returned a number that does not depend on" in run.output
+    assert f"--loss cut_off (plugins_for_tests.py:{line}) returned a number that has no gradient with" in run.output
     assert "without .item()" in run.output
     assert "element 0 of tensors" not in run.output
 
@@ -354,7 +354,7 @@ def test_what_fails_in_a_plugin_is_named_and_what_was_trained_is_there(commands,
     told = {
         "boom": "--metrics boom (failing.py:3) failed with KeyError: 'nope' (failing.py, line 5).",
         "vector": "--metrics vector (failing.py:7) returned a tensor of shape ",
-        "void": "--loss void (failing.py:11) returned None. A tensor with one number is expected.",
+        "void": "--loss void (failing.py:11) returned None. It must return a tensor with one number.",
     }
     for name, said in told.items():
         assert done[name].code != 0

@@ -38,7 +38,7 @@ def test_a_reward_model_is_taken(model: Callable[..., str]) -> None:
 
 @pytest.mark.parametrize("kind", ["Qwen3ForCausalLM", "Qwen3ForSequenceClassification"])
 def test_a_model_without_a_head_is_refused(model: Callable[..., str], kind: str) -> None:
-    with pytest.raises(ConfigError, match=f"is a {kind} without a head for rewards"):
+    with pytest.raises(ConfigError, match=f"is a {kind} without a reward head"):
         check_reward_model(model(kind, ["model.norm.weight", "lm_head.weight"]))
 
 
@@ -78,7 +78,7 @@ def test_the_small_model_is_no_other_model(kind: str, option: str, tmp_path: Pat
     given |= {"reward_funcs": ["format"]} if kind == "ppo" else {}
     config = RlhfConfig(rlhf_type=kind, model="tiny", dataset=["x.jsonl"], **given)
     flag = "--" + option.replace("_", "-")
-    with pytest.raises(ConfigError, match=f"{flag} tiny: this small model is built of the rows of a run"):
+    with pytest.raises(ConfigError, match=f"{flag} tiny: this small model is built from the rows of a run"):
         check(config, 1)
     (tmp_path / "tiny").mkdir()
     with pytest.raises(ConfigError, match=r"The model folder tiny has no config\.json"):
