@@ -285,8 +285,8 @@ def test_rows_of_a_form_of_ones_own_are_answered(tiny: Path, tmp_path: Path) -> 
     ("given", "said"),
     [
         (["--row-format", "talks"], "--row-format applies to the rows of --dataset"),
-        (["--plain", "--chat-template", "chatml"], "--chat-template is about it"),
-        (["--plain", "--template-variables", "enable_thinking=false"], "--template-variables is about it"),
+        (["--plain", "--chat-template", "chatml"], "--chat-template needs one"),
+        (["--plain", "--template-variables", "enable_thinking=false"], "--template-variables needs one"),
         (["--plain", "--system", "Be short."], "without a --system message"),
         (["--top-p", "0.5"], "add a --temperature above 0"),
         (["--top-k", "5"], "--top-k 5 applies to sampling: add a --temperature above 0"),
