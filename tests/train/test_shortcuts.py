@@ -337,7 +337,7 @@ def test_a_head_that_is_trained_beside_adapters():
 
 
 def test_a_talker_has_a_loss_of_its_own():
-    with pytest.raises(ConfigError, match="--train-parts talker learns codes of speech, too"):
+    with pytest.raises(ConfigError, match="--train-parts talker also learns speech codes"):
         sft.check(SftConfig(chunked_loss=True, train_parts=["thinker", "talker"]), 1)
 
 
@@ -359,7 +359,7 @@ def test_so_it_is_before_rows_are_encoded_where_its_config_says_so(tmp_path):
         sft._check_terms(asked)
     Qwen3MoeConfig(**weighing).save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ConfigError, match=r"a term that balances experts \(output_router_logits"):
+    with pytest.raises(ConfigError, match=r"a load-balancing term for its experts \(output_router_logits"):
         sft.prepare(asked, 1, [], None)
     in_parts = asked.model_copy(update={"chunked_loss": False, "sequence_parallel": 2})
     with pytest.raises(ConfigError, match="--sequence-parallel computes the cross entropy alone"):

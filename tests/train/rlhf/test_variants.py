@@ -53,9 +53,9 @@ JUDGED: dict[str, Any] = {"keep_best": True, "eval_steps": 1, "val_split": 0.5}
         (
             {"rlhf_type": "cpo", "loss_type": ["alphapo"], "cpo_alpha": 0.5},
             {"loss_type": ["simpo"]},
-            "--cpo-alpha means nothing to --loss-type alphapo",
+            "--cpo-alpha does not apply to --loss-type alphapo",
         ),
-        (GRPO | {"loss_type": ["sapo"], "delta": 2.0}, {"loss_type": []}, "--delta means nothing to --loss-type sapo"),
+        (GRPO | {"loss_type": ["sapo"], "delta": 2.0}, {"loss_type": []}, "--delta does not apply to --loss-type sapo"),
         (
             GRPO | {"loss_type": ["vespo"], "epsilon": 0.1},
             {"loss_type": ["grpo"]},
@@ -64,7 +64,7 @@ JUDGED: dict[str, Any] = {"keep_best": True, "eval_steps": 1, "val_split": 0.5}
         (
             GRPO | {"trl_arguments": {"sapo_temperature_pos": 2.0}},
             {"loss_type": ["sapo"]},
-            "sapo_temperature_pos=2.0 means nothing to --loss-type dapo; it is for sapo",
+            "sapo_temperature_pos=2.0 does not apply to --loss-type dapo; it is for sapo",
         ),
         (GRPO | {"trl_arguments": {"use_bias_correction_kl": True}}, {"beta": 0.1}, "nothing without --beta above 0"),
         (
@@ -92,7 +92,7 @@ JUDGED: dict[str, Any] = {"keep_best": True, "eval_steps": 1, "val_split": 0.5}
         (
             {"rlhf_type": "gkd", "teacher_model": "t", "beta": 5.0},
             {"beta": 1.0},
-            "--beta 5: in gkd it goes from 0, .* to 1",
+            "--beta 5: in gkd it must be between 0, .* and 1",
         ),
         ({"rlhf_type": "cpo", "cpo_alpha": 0.0, "beta": 0.0}, {"beta": 0.1}, "--beta 0: the loss of cpo"),
         (
@@ -112,13 +112,17 @@ JUDGED: dict[str, Any] = {"keep_best": True, "eval_steps": 1, "val_split": 0.5}
             "--loss-weights are all 0: nothing",
         ),
         ({"rlhf_type": "simpo", "cpo_alpha": 1.0, "beta": 0.0}, {"beta": None}, "--beta 0: the loss of simpo"),
-        ({"rlhf_type": "cpo", "loss_type": ["alphapo"], "beta": 0.0}, {"beta": 0.1}, "--beta 0: .* or divides by it"),
+        (
+            {"rlhf_type": "cpo", "loss_type": ["alphapo"], "beta": 0.0},
+            {"beta": 0.1},
+            "--beta 0: .* or divides by --beta",
+        ),
         ({"rlhf_type": "orpo", "frozen_stage": 0}, {"rlhf_type": "dpo"}, "--frozen-stage means nothing to .* orpo"),
-        (GRPO | {"model_stages": {"ref_model": 0}}, {"beta": 0.1}, "has a reference with a --beta above 0 only"),
+        (GRPO | {"model_stages": {"ref_model": 0}}, {"beta": 0.1}, "has a reference only with --beta above 0"),
         (
             GRPO | {"rlhf_type": "rloo", "beta": 0.0, "model_stages": {"ref_model": 0}},
             {"beta": None},  # TRL's, which is not 0
-            "rloo has a reference with a --beta above 0 only",
+            "rloo has a reference only with --beta above 0",
         ),
         (
             {"rlhf_type": "gkd", "teacher_model": "t", "keep_best": True, "best_metric": "reward"},
