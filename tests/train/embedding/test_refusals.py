@@ -97,7 +97,7 @@ def test_a_model_that_makes_its_vectors_by_more_than_there_is_here_is_refused(tm
     file.write_text(json.dumps([*json.loads(file.read_text()), more]))
     with pytest.raises(ConfigError, match=r"also applies Dense to its vectors .*: --pooling mean begins without them"):
         pooling_of(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"by Dense, too .* It cannot be asked here"):
+    with pytest.raises(ConfigError, match=r"also applies Dense to its vectors .* It cannot be asked here"):
         embedding_in(tmp_path)
 
 

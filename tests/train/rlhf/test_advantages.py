@@ -210,7 +210,7 @@ def test_what_a_student_that_does_not_write_or_always_does_leaves_idle(options: 
         ({"scale_rewards": "batch"}, "--scale-rewards has no effect without rewards"),
         ({"beta": 0.1, "kl_in_reward": True, "num_generations": 1}, "so --beta would have no effect"),
         ({"best_metric": "eval_reward"}, "--best-metric eval_reward: an evaluation of grpo has the loss, entropy"),
-        ({"best_metric": "teacher_kl"}, "of what is no loss more is better, and the best would be the farthest"),
+        ({"best_metric": "teacher_kl"}, "metrics other than losses are maximised, so the best would be the farthest"),
         ({"per_device_batch_size": 1, "num_generations": 1}, "Only one answer is generated at once"),
         ({"teacher_model": None}, "needs --reward-funcs or --reward-model or --environments or --teacher-model"),
     ],

@@ -46,7 +46,7 @@ def check(**options: Any) -> None:
         ({"num_labels": 2}, "--num-labels 2, and --label-names has 3"),
         ({"label_names": [], "num_labels": 1, "problem_type": SINGLE}, "nothing to classify"),
         ({"best_metric": "f1", **JUDGED}, "--best-metric f1: an evaluation has loss, accuracy, macro_f1"),
-        ({"problem_type": REGRESSION, "best_metric": "mae", **JUDGED}, "of what is no loss more is better"),
+        ({"problem_type": REGRESSION, "best_metric": "mae", **JUDGED}, "metrics other than losses are maximised"),
         ({"metrics": ["accuracy"], "val_split": 0.1}, "evaluations already report a metric of that name"),
         (
             {"task": "causal_lm"},

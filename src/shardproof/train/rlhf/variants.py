@@ -178,8 +178,8 @@ def _check_best(config: RlhfConfig) -> None:
     known = ["loss", *(figure for figure in FIGURES[kind] if figure not in DISTANCES)]
     if name in {*DISTANCES} & {*FIGURES[kind]}:
         raise ConfigError(
-            f"--best-metric {config.best_metric}: of what is no loss more is better, and the best would be the"
-            " farthest. Take loss, which is that distance where a teacher alone judges, or what answers are worth."
+            f"--best-metric {config.best_metric}: metrics other than losses are maximised, so the best would be the"
+            " farthest. Use loss, which is that distance where only a teacher judges, or a reward."
         )
     if config.by_teacher_alone:
         known = [figure for figure in known if not figure.startswith(OF_REWARDS)]
