@@ -227,5 +227,5 @@ def test_a_model_that_cannot_compute_again_is_refused_in_our_words(how: bool | i
     """As Granite Speech: the run ended in transformers' words, on one of its ranks."""
     model = tiny("Qwen3Moe")
     model.supports_gradient_checkpointing = False  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="--gradient-checkpointing: a Qwen3MoeForCausalLM cannot compute its"):
+    with pytest.raises(ConfigError, match="--gradient-checkpointing: a Qwen3MoeForCausalLM cannot recompute its"):
         enable_checkpointing(choose_checkpointing(model, how), reentrant=False)
