@@ -49,7 +49,7 @@ def test_where_it_is_not_installed_that_is_said() -> None:
 
 def test_adapters_are_to_be_merged_first(tmp_path: Path) -> None:
     (tmp_path / ADAPTER).write_text("{}")
-    with pytest.raises(ConfigError, match="Merge them, and ask the result: shardproof export"):
+    with pytest.raises(ConfigError, match="Merge them, and use the result: shardproof export"):
         ByVllm(tmp_path)
 
 
@@ -91,7 +91,7 @@ def test_what_its_answers_lack_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path
         "the question has 100 tokens, and vLLM has room for 100 of the model, with the answer: there is no room for an"
         " answer"
     )
-    with pytest.raises(ConfigError, match=r"^The question has 101 tokens.* or give a larger --vllm-max-model-len"):
+    with pytest.raises(ConfigError, match=r"^The question has 101 tokens.* or raise --vllm-max-model-len"):
         writes.write([[5] * 101], Sampling(), plain=False)
     engine.writes = [999_999] * 3
     writes.write([[5] * 97], Sampling(), plain=False)

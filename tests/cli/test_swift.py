@@ -639,7 +639,7 @@ def test_what_is_printed_of_rlhf_is_taken():
     assert any("kto" in note for note in notes)
     assert swift.translate(said.format("dpo --use_vllm false"))[2] == []
     command, notes, missing = swift.translate(said.format("ppo --reward_model r --use_vllm true"))
-    assert missing == ["--use-vllm true: means nothing to --rlhf-type ppo"]
+    assert missing == ["--use-vllm true: does not apply to --rlhf-type ppo"]
     config, _ = training.parse(RlhfConfig, "", shlex.split(command.replace("\\\n", " "))[2:])
     check_algorithm(config, config.batch(1))
 

@@ -80,10 +80,12 @@ def test_the_processor_says_what_a_token_is(processor: Any) -> None:
 
 
 def test_bounds_that_cannot_be_are_told(processor: Any, tiny_models) -> None:
-    with pytest.raises(ConfigError, match=r"--max-pixels and --max-image-tokens are two bounds of one thing"):
+    with pytest.raises(ConfigError, match=r"--max-pixels and --max-image-tokens set the same bound"):
         media_limits(SftConfig(max_image_tokens=64, max_pixels=9), processor)
     most = 2 * square_of_token(processor)[1]  # type: ignore[index]
-    with pytest.raises(ConfigError, match=rf"--max-image-tokens 1: .* makes up to {most} of the smallest picture"):
+    with pytest.raises(
+        ConfigError, match=rf"--max-image-tokens 1: .* makes up to {most} tokens from the smallest picture"
+    ):
         media_limits(SftConfig(max_image_tokens=1), processor)
     other = load_processor(str(tiny_models("gemma3")), False)
     with pytest.raises(ConfigError, match="does not say how many pixels a token has"):

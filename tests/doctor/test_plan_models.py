@@ -209,7 +209,7 @@ def test_a_model_with_code_of_its_own_is_planned_where_that_may_run(tmp_path, ca
     text = capsys.readouterr().out
     assert "has no gradient checkpointing" in text
     assert main([*argv, "--trust-remote-code", "--gradient-checkpointing", "yes"]) == 2
-    assert "cannot compute its activations again" in capsys.readouterr().err
+    assert "cannot recompute its activations" in capsys.readouterr().err
 
 
 def test_a_model_that_looks_at_values_is_refused_with_what_to_do(tmp_path, capsys):

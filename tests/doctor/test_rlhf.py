@@ -139,7 +139,7 @@ def test_judged_answers_of_one_kind_are_told(looked):
 def test_rows_to_evaluate_on_have_what_rewards_want(looked):
     assert failures(looked["unanswered"]) == ["data: rows to evaluate on"]
     assert (
-        "accuracy compares with a right answer"
+        "accuracy compares answers with the right one"
         in checks_of(looked["unanswered"])["data: rows to evaluate on"]["evidence"]
     )
 

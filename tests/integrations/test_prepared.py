@@ -148,7 +148,7 @@ def test_what_peft_saves_of_a_base_keeps_its_digits() -> None:
             {"model_offloads": {"teacher_model": "all"}},
             "teacher_model=all: --rlhf-type dpo has ref_model",
         ),
-        ({"model_offloads": {"ref_model": "optimizer"}}, "it is not trained, and has none"),
+        ({"model_offloads": {"ref_model": "optimizer"}}, "it is not trained and has no optimizer"),
         ({"model_offloads": {"ref_model": "host"}}, "--model-offloads ref_model=host must be optimizer, all or nvme"),
     ],
 )

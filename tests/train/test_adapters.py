@@ -76,7 +76,7 @@ def test_a_regular_expression_names_whole_modules(runs) -> None:
     found = load_file(runs["named"].folder / "model" / "adapter_model.safetensors")
     modules = {name.rpartition(".lora_")[0].partition("layers.")[2] for name in found}
     assert modules == {"1.self_attn.q_proj", *(f"1.mlp.{kind}_proj" for kind in ("gate", "up", "down"))}
-    assert "no module's whole name is such. They are like model." in runs["none"].output
+    assert "no module has that full name. Names are like model." in runs["none"].output
     assert "--target-modules (q_proj is not a regular expression: " in runs["wrong"].output
 
 

@@ -151,7 +151,7 @@ def test_what_is_drawn_depends_on_the_row_and_on_the_seed(asked) -> None:
 
 def test_nothing_is_lost_or_guessed(asked) -> None:
     for name, said in (
-        ("again", "is there already"),
+        ("again", "exists already"),
         ("both", "--dataset and --prompt cannot be used together"),
         ("nowhere", "--result-path applies to the rows of --dataset"),
         ("nothing", "--bad-rows applies to the rows of --dataset"),
@@ -285,8 +285,8 @@ def test_rows_of_a_form_of_ones_own_are_answered(tiny: Path, tmp_path: Path) -> 
     ("given", "said"),
     [
         (["--row-format", "talks"], "--row-format applies to the rows of --dataset"),
-        (["--plain", "--chat-template", "chatml"], "--chat-template is about it"),
-        (["--plain", "--template-variables", "enable_thinking=false"], "--template-variables is about it"),
+        (["--plain", "--chat-template", "chatml"], "--chat-template needs one"),
+        (["--plain", "--template-variables", "enable_thinking=false"], "--template-variables needs one"),
         (["--plain", "--system", "Be short."], "without a --system message"),
         (["--top-p", "0.5"], "add a --temperature above 0"),
         (["--top-k", "5"], "--top-k 5 applies to sampling: add a --temperature above 0"),

@@ -128,5 +128,7 @@ def test_what_would_leave_it_out_is_refused(options: dict[str, Any], words: str)
 
 
 def test_a_model_without_experts_is_refused(tiny: Path) -> None:
-    with pytest.raises(ConfigError, match="transformers has no loss that balances experts in Qwen3ForCausalLM"):
+    with pytest.raises(
+        ConfigError, match="transformers has no load-balancing loss for the experts of Qwen3ForCausalLM"
+    ):
         check_named_parts(str(tiny), SftConfig(model=str(tiny), dataset=["x"], router_aux_loss_coef=0.1))

@@ -91,7 +91,7 @@ def of_peft(folder: Path, tiny: Path, kind: str) -> Path:
 def test_adapters_of_changed_weights_are_not_trained_on(tmp_path: Path, tiny: Path, kind: str) -> None:
     """PEFT would change the weights again, which are still to be read."""
     folder = of_peft(tmp_path, tiny, kind)
-    text = "MiCA's two matrices" if kind == "mica" else "path_initial_model_for_weight_conversion"
+    text = "MiCA trains one of its two matrices" if kind == "mica" else "path_initial_model_for_weight_conversion"
     with pytest.raises(ConfigError, match=text):
         adapter_folder(str(folder))
 
@@ -144,15 +144,15 @@ def test_other_beginnings_are_named(words: list[str], text: str) -> None:
 
 
 def test_adapters_begin_once() -> None:
-    with pytest.raises(ConfigError, match="is of new adapters, and those of --adapters have begun"):
+    with pytest.raises(ConfigError, match="applies to new adapters, and those of --adapters already exist"):
         check_beginning(SftConfig(tuner="lora", adapters="a", init_lora_weights="gaussian"))
 
 
 def test_what_cannot_begin_so_is_refused_before_anything_is_read(commands, sft) -> None:
     cases = {
         "full": (["--init-lora-weights", "pissa"], "applies to adapters"),
-        "packed": ([*LORA, "pissa", "--quantize", "nf4"], "PEFT wants weights that are not packed"),
-        "odd": ([*LORA, "orthogonal", "--lora-rank", "3"], "wants an even rank, and --lora-rank is 3"),
+        "packed": ([*LORA, "pissa", "--quantize", "nf4"], "PEFT needs unpacked weights"),
+        "odd": ([*LORA, "orthogonal", "--lora-rank", "3"], "needs an even rank, but --lora-rank is 3"),
         "large": ([*LORA, "olora", "--lora-rank", "512"], "and --lora-rank is 512. Leave it out of --target-modules"),
         "head": ([*LORA, "pissa", "--target-modules", "q_proj", "lm_head"], "shares its weight with another module"),
         "words": ([*LORA, "pissa", "--target-modules", "embed_tokens"], "is of the class Embedding"),

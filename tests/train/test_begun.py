@@ -223,7 +223,7 @@ def test_what_holds_no_adapters_is_refused(adapters: Path, tiny: Path, tmp_path:
         (tmp_path / "nowhere", "there is no such folder"),
         (tiny, f"It is a whole model: --model {tiny} begins with it"),
         (tmp_path, "there is no adapter_config.json in it"),
-        (runs["two"].folder / "checkpoint-2", "is a checkpoint. Go on with its run by --resume"),
+        (runs["two"].folder / "checkpoint-2", "is a checkpoint. Continue its run with --resume"),
     ]:
         with pytest.raises(ConfigError, match=text):
             parsed("--adapters", str(named))
@@ -237,7 +237,9 @@ def test_what_holds_no_adapters_is_refused(adapters: Path, tiny: Path, tmp_path:
     other = json.loads((adapters / "adapter_config.json").read_text()) | {"peft_type": "POLY"}
     shutil.copytree(adapters, tmp_path / "poly")
     (tmp_path / "poly" / "adapter_config.json").write_text(json.dumps(other))
-    with pytest.raises(ConfigError, match=r"POLY, which is not trained on here\. Merge them first: shardproof export"):
+    with pytest.raises(
+        ConfigError, match=r"POLY, whose training cannot be continued here\. Merge them first: shardproof export"
+    ):
         parsed("--adapters", str(tmp_path / "poly"))
 
 
@@ -265,7 +267,7 @@ def test_adapters_beside_a_model_are_not_to_be_merged(adapters: Path, tmp_path: 
     shutil.copytree(adapters, tmp_path / "prompt")
     (tmp_path / "prompt" / "adapter_config.json").write_text(json.dumps(other))
     with pytest.raises(
-        ConfigError, match=r"PROMPT_TUNING, which is not trained on here\. They are .* cannot be merged"
+        ConfigError, match=r"PROMPT_TUNING, whose training cannot be continued here\. They are .* cannot be merged"
     ):
         parsed("--adapters", str(tmp_path / "prompt"))
 
@@ -277,7 +279,7 @@ def test_adapters_that_wait_for_a_token_see_one_row_at_a_time(adapters: Path, tm
     (tmp_path / "alora" / "adapter_config.json").write_text(json.dumps(said))
     assert parsed("--adapters", str(tmp_path / "alora")).tuner == "lora"
     for option in ("--packing", "--padding-free"):
-        with pytest.raises(ConfigError, match=rf"begin at tokens .*alora_invocation_tokens.* {option} out"):
+        with pytest.raises(ConfigError, match=rf"start at tokens .*alora_invocation_tokens.* {option} out"):
             parsed("--adapters", str(tmp_path / "alora"), option)
 
 

@@ -245,7 +245,7 @@ REFUSED = {
     "--loss all": "--loss answer, and this run has all",
     "--system x": "--system none, and this run has x",
     "--max-length 33": "with --max-length 32 --truncation drop, and its longest row has",
-    "--max-length 32 --truncation right": "makes other rows of it",
+    "--max-length 32 --truncation right": "which gives other rows",
     "--max-length 32 --new-special-tokens <|new|>": "another tokenizer than that of this run",
     "--max-length 32 --task embedding": "--task causal_lm, and this run has embedding",
 }
@@ -331,7 +331,7 @@ def test_rows_of_files_and_folders_are_put_together_as_those_of_files_are(tiny: 
     encode(asked("--dataset", "whole.jsonl"), tmp_path)
     plain = found("--dataset", "real.jsonl", "whole.jsonl")
     assert found("--dataset", "real.jsonl", "--cached-dataset", "train")[:] == plain[:]
-    with pytest.raises(DataError, match=r"is plain text and .* is a conversation, and a run takes one of the two"):
+    with pytest.raises(DataError, match=r"is plain text and .* is a conversation, and a run cannot mix the two"):
         found("--dataset", "text.jsonl", "--cached-dataset", "train")
 
 

@@ -74,7 +74,7 @@ def test_tokens_of_a_file(tmp_path: Path) -> None:
     assert tokens_of([str(tmp_path / "tokens.txt")]) == ["<a>", "<b>"]
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         tokens_of([str(tmp_path / "none.txt")])
-    with pytest.raises(ConfigError, match="'<a>' is there twice"):
+    with pytest.raises(ConfigError, match="'<a>' is listed twice"):
         tokens_of(["<a>", "<b>", "<a>"])
 
 
@@ -170,7 +170,7 @@ def test_the_factor_is_said_or_follows_from_the_length() -> None:
         ({"type": "long"}, 5, "one of linear, dynamic, yarn"),
         ({"factor": "2"}, None, "one of linear, dynamic, yarn"),
         ({"type": "yarn", "factor": "0.5"}, None, "1 or more"),
-        ({"type": "yarn", "beta_fast": "1"}, 5, "it takes type and factor"),
+        ({"type": "yarn", "beta_fast": "1"}, 5, "use type and factor"),
     ],
 )
 def test_scalings_that_cannot_be_are_refused(scaling: dict[str, str], longest: int | None, text: str) -> None:
@@ -180,7 +180,7 @@ def test_scalings_that_cannot_be_are_refused(scaling: dict[str, str], longest: i
 
 def test_positions_are_looked_at_before_rows_are(tiny_models: Any) -> None:
     config = SftConfig(model=str(tiny_models("gemma3")), rope_scaling={"type": "linear", "factor": "2"})
-    with pytest.raises(ConfigError, match="gemma3 has positions for each kind of its layers"):
+    with pytest.raises(ConfigError, match="gemma3 has separate rotary positions for each type of layer"):
         load_processing(config.model, config)
 
 
@@ -188,7 +188,7 @@ def test_positions_that_no_factor_scales_are_refused() -> None:
     config = SimpleNamespace(model_type="gpt2", get_text_config=lambda: SimpleNamespace(max_position_embeddings=9))
     from transformers import Gemma3TextConfig
 
-    with pytest.raises(ConfigError, match=r"each kind of its layers \(sliding_attention, full_attention\)"):
+    with pytest.raises(ConfigError, match=r"each type of layer \(sliding_attention, full_attention\)"):
         stretch(Gemma3TextConfig(), {"type": "linear", "factor": "2"}, None)
     with pytest.raises(ConfigError, match="gpt2 has no rotary positions"):
         stretch(config, {"type": "yarn", "factor": "2"}, None)

@@ -68,14 +68,14 @@ def test_a_question_that_is_too_long_is_forgotten(short: Chat, say: Say, capsys:
         said.append(capsys.readouterr())
     (refused, whole) = said
     assert refused.err.startswith("error: The question has ")
-    assert refused.err.endswith(" Ask something shorter.\n")
+    assert refused.err.endswith(" Shorten the prompt.\n")
     assert refused.out.replace("you> you> ", "you> ") == whole.out
     assert whole.err == ""
 
 
 def test_a_question_of_a_script_is_not(short: Chat, say: Say) -> None:
     say(f"one\n{LONG}\ntwo\n".encode(), terminal=False)
-    with pytest.raises(ConfigError, match="Ask something shorter"):
+    with pytest.raises(ConfigError, match="Shorten the prompt"):
         conversation(short)
 
 
@@ -100,7 +100,7 @@ def test_files_are_looked_at_before_anything_is_asked(tiny: Path, say: Say, caps
     assert main(["infer", str(tiny), "--image", "a.png"]) == 2
     said = capsys.readouterr()
     assert "you>" not in said.out
-    assert "error: There is a file of kind image, and this model takes text only.\n" in said.err
+    assert "error: The prompt has a file of type image, but this model takes text only.\n" in said.err
 
 
 def test_every_answer_begins_with_what_it_is_to_begin_with(short: Chat, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,4 +142,4 @@ def test_an_answer_ends_by_what_it_says_and_not_by_what_it_was_asked(short: Chat
 
 def test_without_a_template_no_answer_is_opened(short: Chat, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["infer", str(short.folder), "--prompt", "a", "--plain", "--response-prefix", "x"]) == 2
-    assert "--plain leaves the chat template out, and --response-prefix is about it" in capsys.readouterr().err
+    assert "--plain leaves the chat template out, and --response-prefix needs one" in capsys.readouterr().err

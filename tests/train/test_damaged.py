@@ -114,7 +114,7 @@ def models_of_sizes(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Pat
 def test_a_model_without_a_tokenizer_is_told(tiny: Path, tmp_path: Path) -> None:
     """transformers makes one that knows nothing."""
     shutil.copytree(tiny, tmp_path / "model", ignore=shutil.ignore_patterns("token*", "*.jinja"))
-    with pytest.raises(ConfigError, match=r"The tokenizer of \S*model knows no token: "):
+    with pytest.raises(ConfigError, match=r"The tokenizer of \S*model has no tokens: "):
         load_tokenizer(str(tmp_path / "model"), SftConfig())
 
 
@@ -128,8 +128,8 @@ def test_an_empty_name_is_refused(command: list[str], capfd: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ("optimiser_of_old: 3\n", "config.yaml has 'optimiser_of_old', which this version does not take: "),
-        ("", "config.yaml does not say what model "),
+        ("optimiser_of_old: 3\n", "config.yaml has 'optimiser_of_old', which this version does not accept: "),
+        ("", "config.yaml does not name the model "),
     ],
 )
 def test_a_checkpoint_of_a_run_that_says_something_else(

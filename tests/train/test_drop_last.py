@@ -53,4 +53,4 @@ def test_runs_leave_out_what_fills_no_step(commands, sft):
     assert resumed == pytest.approx(one[3:], abs=1e-5)
     assert done["otherwise"].code == done["nothing"].code == 2
     assert "drop_last False instead of True" in done["otherwise"].output
-    assert "--drop-last leaves all rows out: there are 23 to learn from, and a step takes 24" in done["nothing"].output
+    assert "--drop-last leaves all rows out: there are 23, and a step takes 24" in done["nothing"].output

@@ -161,7 +161,7 @@ def test_a_checkpoint_can_be_exported(exports, more) -> None:
 
 def test_refusals(exports) -> None:
     assert exports["taken"].code == 2
-    assert "is there already" in exports["taken"].output
+    assert "exists already" in exports["taken"].output
     assert exports["nothing"].code == 2
     assert "There is no run folder" in exports["nothing"].output
 
@@ -451,7 +451,7 @@ def test_a_reward_model_keeps_its_head(judges) -> None:
     assert torch.equal(reward(judges["of full"].folder), reward(judges["full"].folder / "model"))
     assert torch.allclose(reward(judges["of checkpoint"].folder), reward(judges["of lora"].folder), atol=1e-6)
     assert judges["asked"].code == 2
-    assert "rewards answers" in judges["asked"].output
+    assert "scores answers" in judges["asked"].output
 
 
 def test_where_tensors_lie_in_a_file_does_not_make_it_another_model(tmp_path: Path) -> None:

@@ -95,9 +95,9 @@ def test_its_owner_holds_what_is_said_of_a_matrix(run2):
 
 
 def test_numbers_out_of_range_and_vectors_are_refused():
-    with pytest.raises(ValueError, match=r"rank and update_gap are at least 1"):
+    with pytest.raises(ValueError, match=r"rank and update_gap must be at least 1"):
         GaLore([nn.Parameter(torch.ones(2, 2))], rank=0)
-    with pytest.raises(ValueError, match=r"GaLore projects matrices, and a parameter has shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"GaLore projects matrices, but a parameter has shape \(3,\)"):
         GaLore([nn.Parameter(torch.ones(3))])
     with pytest.raises(ValueError, match=r"GaLore updates matrices, .* elementwise=True"):
         GaLoreAndAdamW([nn.Parameter(torch.ones(3))])
@@ -111,7 +111,7 @@ def test_numbers_out_of_range_and_vectors_are_refused():
             {"rnak": 8},
             "--optimizer galore has no such argument. Did you mean rank?\nIt takes rank, update_gap",
         ),
-        ("galore", {"rank": 0}, "--optimizer-arguments rank=0: GaLore: rank and update_gap are at least 1"),
+        ("galore", {"rank": 0}, "--optimizer-arguments rank=0: GaLore: rank and update_gap must be at least 1"),
         ("galore", {"rank": "many"}, "--optimizer-arguments rank=many: rank should be a whole number."),
         ("galore", {"rank": 2.5}, "--optimizer-arguments rank=2.5: rank should be a whole number."),
         ("galore", {"scale": "nan"}, "--optimizer-arguments scale=nan: scale should be a number."),

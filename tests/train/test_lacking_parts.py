@@ -96,7 +96,7 @@ def test_to_freeze_what_is_not_there_is_told_and_goes_on(runs, name: str) -> Non
     assert run.code == 0, run.output
     assert run.output.count("--freeze vision") == 1
     named = "vision" if name == "pairs" else "vision, audio"
-    assert f"this model has no {named} to freeze, it has llm." in " ".join(run.output.split())
+    assert f"this model has no {named} to freeze. It has llm." in " ".join(run.output.split())
     assert yaml.safe_load((run.folder / "config.yaml").read_text())["freeze"] == []
 
 
@@ -146,4 +146,4 @@ def test_doctor_says_so_before_the_run(tiny: Path, rows: Path, capsys, caplog) -
     assert main([*common, "--part-learning-rates", "vision=1e-5"]) == 1
     assert "--part-learning-rates vision=...: this model has no such part" in " ".join(capsys.readouterr().out.split())
     assert main([*common, "--freeze", "vision"]) == 0
-    assert "--freeze vision: this model has no vision to freeze, it has llm." in caplog.text
+    assert "--freeze vision: this model has no vision to freeze. It has llm." in caplog.text

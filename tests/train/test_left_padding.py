@@ -75,7 +75,9 @@ def test_other_models_are_left_alone() -> None:
 def test_a_model_that_reads_padding_is_refused() -> None:
     model = recurrent()
     assert off(model) > 0.05
-    with pytest.raises(ConfigError, match="RecurrentGemmaForCausalLM sees the padding before the shorter prompts"):
+    with pytest.raises(
+        ConfigError, match="RecurrentGemmaForCausalLM does not ignore the padding before the shorter prompts"
+    ):
         count_from_first_tokens(model, IDS)
 
 

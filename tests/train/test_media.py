@@ -142,7 +142,7 @@ def runs(commands, tiny_models, mixed: Path, files: Path):
 def test_a_run_in_which_no_file_reaches_what_is_trained_is_refused(runs) -> None:
     assert runs["unseen"].code == 2, runs["unseen"].output
     said = " ".join(runs["unseen"].output.split())
-    assert "Nothing would be learnt: audio is all that is trained, and the rows have files of kind image" in said
+    assert "Nothing would be learnt: only audio is trained, and the rows have files of kind image" in said
 
 
 LOSING = """
@@ -235,7 +235,7 @@ def test_the_talker_learns_from_rows_with_codes(runs, tiny_models) -> None:
     assert two.series("loss") == pytest.approx(one.series("loss"), abs=2e-5)
     assert "talker" in changed(two.folder / "model", tiny_models(OMNI))
     assert runs["mute"].code == 2
-    assert "--train-parts talker learns from rows with 'codes'" in runs["mute"].output
+    assert "--train-parts talker needs rows with 'codes'" in runs["mute"].output
 
 
 def test_it_is_asked_with_files_and_exported(runs) -> None:
@@ -340,7 +340,7 @@ def test_rows_to_evaluate_on_need_no_codes(tiny_models) -> None:
     check_codes(model, [silent])
     config = SftConfig(model=model, dataset=["x"], train_parts=["talker"])
     check_spoken(config, [silent, spoken])
-    with pytest.raises(ConfigError, match="--train-parts talker learns from rows with 'codes'"):
+    with pytest.raises(ConfigError, match="--train-parts talker needs rows with 'codes'"):
         check_spoken(config, [silent])
 
 
@@ -350,9 +350,9 @@ def test_rows_to_evaluate_on_need_no_codes(tiny_models) -> None:
         ({"loss": "all"}, "--loss all and --train-parts talker"),
         (
             {"loss_type": "dft"},
-            "--loss-type dft computes the loss of words, --train-parts talker learns codes of speech",
+            "--loss-type dft computes the loss of text, but --train-parts talker also learns speech codes",
         ),
-        ({"loss": "mine"}, "--loss mine computes the loss of words, --train-parts talker learns codes of speech"),
+        ({"loss": "mine"}, "--loss mine computes the loss of text, but --train-parts talker also learns speech codes"),
     ],
 )
 def test_a_talker_is_not_trained_where_codes_would_have_no_loss(options: dict, told: str) -> None:

@@ -113,7 +113,7 @@ def test_a_group_that_joins_is_trained_and_a_vector_among_matrices_is_refused():
     optimizer = MuonAndAdamW(params[:1], lr=0.1, betas=(0.5, 0.6))
     optimizer.add_param_group({"params": params[1], "elementwise": 1})
     optimizer.add_param_group({"params": (p for p in params[2:3])})
-    with pytest.raises(ValueError, match=r"has shape \(2,\): give it to a group with elementwise=True"):
+    with pytest.raises(ValueError, match=r"has shape \(2,\): put it in a group with elementwise=True"):
         optimizer.add_param_group({"params": params[3]})
     optimizer.add_param_group({"params": params[3], "elementwise": True})
     assert [group["betas"] for group in optimizer.param_groups] == [(0.5, 0.6)] * 4
@@ -159,7 +159,9 @@ def test_heads_are_adamws_under_other_names_and_in_wrappers():
 def test_nothing_for_muon_is_refused():
     model = qwen()
     vectors = [p for p in model.parameters() if p.dim() == 1]
-    with pytest.raises(ConfigError, match=r"nothing is a matrix beside embeddings and heads. Take adamw"):
+    with pytest.raises(
+        ConfigError, match=r"apart from embeddings and heads, no trained parameter is a matrix. Use adamw"
+    ):
         muon(vectors, 0.1, model)
 
 

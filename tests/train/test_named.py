@@ -32,7 +32,7 @@ def test_a_model_that_was_moved_is_named_anew(run: Path, kind: Any, command: str
     ):
         with pytest.raises(ConfigError, match="There is no model folder /gone/model") as error:
             check_model(kind(**named, resume=resume, output_dir=folder))
-        end = f"name that folder: shardproof {command} {file} --resume {resume} --model FOLDER{more}"
+        end = f"name its new folder: shardproof {command} {file} --resume {resume} --model FOLDER{more}"
         assert str(error.value).endswith(end)
     with pytest.raises(ConfigError, match=r"or 'tiny'\.$"):
         check_model(kind(**named))

@@ -56,14 +56,14 @@ def test_noise_on_embeddings_is_that_of_a_seed_at_each_stage(runs) -> None:
 
 def test_a_name_that_nothing_has(runs) -> None:
     assert runs["none"].code == 2
-    assert "--freeze-parameters nowhere: the model has no parameter of such a name." in runs["none"].output
+    assert "--freeze-parameters nowhere: the model has no parameter with such a name." in runs["none"].output
 
 
 @pytest.mark.parametrize(
     "options, said",
     [
         ({"freeze_parameters": ["("]}, "is not a regular expression"),
-        ({"trainable_parameters": ["lm_heads"]}, "no parameter of such a name"),
+        ({"trainable_parameters": ["lm_heads"]}, "no parameter with such a name"),
         ({"freeze_parameters": ["."]}, "nothing is left to train"),
     ],
 )

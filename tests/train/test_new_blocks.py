@@ -103,7 +103,7 @@ def test_a_model_is_what_it_was_with_blocks_that_write_nothing(tmp_path: Path, k
     [
         ("llama", 3, {}, "has 4 blocks, which 3 does not divide"),
         ("gpt_neox", 2, {}, "blocks without down_proj and o_proj"),
-        ("qwen3_moe", 2, {**KINDS["qwen3_moe"], "mlp_only_layers": [1]}, "its config cannot say of which kind"),
+        ("qwen3_moe", 2, {**KINDS["qwen3_moe"], "mlp_only_layers": [1]}, "its config cannot say which kind"),
     ],
 )
 def test_what_cannot_be_is_refused(kind, count, more, said) -> None:

@@ -25,7 +25,7 @@ def test_an_optimizer_that_computes_the_loss_by_itself_is_refused():
     def lbfgs(groups: Any, lr: float) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(groups[0]["params"], lr=lr)
 
-    with pytest.raises(ConfigError, match="a step of LBFGS wants a function that computes the loss anew"):
+    with pytest.raises(ConfigError, match="a step of LBFGS needs a closure that recomputes the loss"):
         made_by(lbfgs, groups, 0.1, None)
     for make in (adafactor, torch.optim.SGD, AdamWBf16):
         assert made_by(make, groups, 0.1, None).param_groups[0]["lr"] == 0.1

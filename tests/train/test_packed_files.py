@@ -146,7 +146,7 @@ def test_a_model_whose_rows_of_text_would_see_others_is_refused(tiny_models, fil
     config, rows, collate = prepared(tiny_models(SPATIAL), SPATIAL, files, more=TEXT)
     monkeypatch.setattr("shardproof.train.losses.packed_files.in_space", lambda model: False)
     tried, _ = checks(True, False, lambda: (collate([few]) for few in rows.few()))
-    with pytest.raises(ConfigError, match="are not what each is by itself"):
+    with pytest.raises(ConfigError, match="do not give the results that each gives alone"):
         tried(load_model(config.model, config), {})
 
 
@@ -181,7 +181,7 @@ def test_a_packed_row_that_is_lost_leaves_the_others(tiny_models, files: Path, c
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_model_whose_rows_would_see_others_is_refused(tiny_models, files: Path, kind: str) -> None:
     config, rows, collate = prepared(tiny_models(kind), kind, files)
-    with pytest.raises(ConfigError, match="rows with files that are packed into one are not what each is by itself"):
+    with pytest.raises(ConfigError, match="packed rows with files do not give the results that each gives alone"):
         check_packed_files(load_model(config.model, config), collate(rows.few()[:1]))
 
 

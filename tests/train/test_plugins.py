@@ -111,7 +111,7 @@ def test_a_loss_without_a_graph_is_named_with_its_line(runs) -> None:
     run = runs["cut_off"]
     line = 1 + Path(PLUGINS).read_text().splitlines().index('@shardproof.register_loss("cut_off")')
     assert run.code == 2
-    assert f"--loss cut_off (plugins_for_tests.py:{line}) returned a number that does not depend on" in run.output
+    assert f"--loss cut_off (plugins_for_tests.py:{line}) returned a number that has no gradient with" in run.output
     assert "without .item()" in run.output
     assert "element 0 of tensors" not in run.output
 
@@ -248,7 +248,7 @@ def test_a_model_that_is_no_transformer_is_asked(recurrent: Path) -> None:
 def test_what_a_model_lacks_for_writing_is_named(recurrent: Path) -> None:
     from shardproof.errors import ConfigError
 
-    with pytest.raises(ConfigError, match=r"Mute writes no answers: it has no generate\(\). Derive it from"):
+    with pytest.raises(ConfigError, match=r"Mute cannot generate: it has no generate\(\). Derive it from"):
         ask(recurrent, "mute")
     with pytest.raises(ConfigError, match=r"Faulty cannot be asked .*nothing_of_that_name.*recurrent_plugin.py, line"):
         ask(recurrent, "faulty")
@@ -264,7 +264,7 @@ def test_a_run_is_asked_as_the_model_that_it_was_trained_as(recurrent: Path, tin
     (run / "config.yaml").write_text("model_type: mute\n")
     ask, plugin = ["infer", str(run), "--prompt", "one"], ["--external-plugins", str(recurrent / "recurrent_plugin.py")]
     assert main([*ask, *plugin]) == 2
-    assert "Mute writes no answers" in capfd.readouterr().err
+    assert "Mute cannot generate" in capfd.readouterr().err
     shutil.rmtree(run / "model")
     shutil.copytree(tiny, run / "model")  # whose kind transformers knows
     for command in (ask, ["export", str(run), str(tmp_path / "out")]):
@@ -354,7 +354,7 @@ def test_what_fails_in_a_plugin_is_named_and_what_was_trained_is_there(commands,
     told = {
         "boom": "--metrics boom (failing.py:3) failed with KeyError: 'nope' (failing.py, line 5).",
         "vector": "--metrics vector (failing.py:7) returned a tensor of shape ",
-        "void": "--loss void (failing.py:11) returned None. A tensor with one number is expected.",
+        "void": "--loss void (failing.py:11) returned None. It must return a tensor with one number.",
     }
     for name, said in told.items():
         assert done[name].code != 0

@@ -198,7 +198,7 @@ def test_what_makes_batches_lean_changes_no_answer(asked) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("odd", "--answer-metrics odd .*mine.py:8.* returned a str. A number is expected"),
+        ("odd", "--answer-metrics odd .*mine.py:8.* returned a str. It must return a number"),
         ("unknown", "--answer-metrics exakt_match: there is no such answer metric. Did you mean exact_match"),
         ("raw", "no row to evaluate on asks something"),
         ("all", "--predict-with-generate and --loss all: answers are told from questions by what is learnt"),
@@ -238,7 +238,7 @@ def test_what_answers_are_worth() -> None:
 def test_a_metric_of_ones_own_gives_a_number() -> None:
     assert own_answer_metric("mine", lambda answer, right: len(answer) == len(right))("ab", "cd") == 1.0
     for wrong, said in ((None, "None"), (float("nan"), "nan"), ([1, 2], "a list")):
-        with pytest.raises(ConfigError, match=rf"returned {said}\. A number is expected"):
+        with pytest.raises(ConfigError, match=rf"returned {said}\. It must return a number"):
             own_answer_metric("mine", lambda answer, right, wrong=wrong: wrong)("a", "b")
     with pytest.raises(ConfigError, match=r"--answer-metrics mine .* KeyError"):
         own_answer_metric("mine", lambda answer, right: {}[answer])("a", "b")

@@ -70,7 +70,7 @@ def test_parts_that_are_not_there_are_found_before_rows_are_encoded(refused, nam
         ("plain", "--chat-template"),
         ("broken", "not a safetensors file"),
         ("dumb", "tokenizer"),
-        ("endless", "no token to pad with, and none that ends a text. Set its pad_token."),
+        ("endless", "neither a padding token nor an end-of-text token. Set its pad_token."),
         ("targets", "--target-modules nonesuch"),
         ("saved", "--modules-to-save lm_haed: the model has no module of that name. Did you mean lm_head?"),
         ("one", "--target-modules q_prj: the model has no module of that name. Did you mean q_proj?"),
@@ -79,7 +79,7 @@ def test_parts_that_are_not_there_are_found_before_rows_are_encoded(refused, nam
         ("long", "--max-length 4"),
         ("evaluated", "error: Rows to evaluate on: Every row is longer than --max-length 256"),
         pytest.param(
-            *("flex", "--attn flex_attention: torch has no backward pass of it on a CPU"),
+            *("flex", "--attn flex_attention: torch has no backward pass for it on a CPU"),
             marks=pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU has it"),
         ),
         pytest.param(

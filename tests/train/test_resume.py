@@ -198,7 +198,7 @@ def test_checkpoints_of_the_weights_alone(whole, others, commands, sft) -> None:
     )
     assert [name for name in names(folder) if name.startswith("checkpoint")] == ["checkpoint-5"]
     assert resumed["weights"].code == 2
-    assert "checkpoint-5 holds weights only, as --save-only-model writes it" in resumed["weights"].output
+    assert "checkpoint-5 holds weights only, as written with --save-only-model" in resumed["weights"].output
     light, full = (
         sum(file.stat().st_size for file in at.glob("*.distcp"))
         for at in (folder / "checkpoint-5", whole["full"].folder / "checkpoint-6")
@@ -347,7 +347,7 @@ def test_an_epoch_that_a_signal_ends_has_one_checkpoint(commands, sft, tmp_path:
             "the length of a pass over a stream is not known",
         ),
         ({"save_strategy": "epoch", "keep_best": True, "eval_steps": 2}, "Give --save-steps 2"),
-        ({"save_strategy": "no", "max_restarts": 1}, "--max-restarts goes on from checkpoints"),
+        ({"save_strategy": "no", "max_restarts": 1}, "--max-restarts resumes from checkpoints"),
         ({"save_strategy": "epoch", "max_restarts": 1}, ""),
         ({"save_strategy": "steps", "keep_best": True, "eval_steps": 500}, ""),
     ],
@@ -405,7 +405,7 @@ def test_without_a_batch_size_a_run_goes_on_with_the_one_it_had(sizes, name: str
     run, whole = sizes[name], sizes["two"]
     assert whole.code == 0, whole.output
     assert run.code == 0, run.output
-    said = "The run goes on with --global-batch-size 4, as RUNS/two/checkpoint-3 was written: 4 rows a step = "
+    said = "The run resumes with --global-batch-size 4, as in RUNS/two/checkpoint-3: 4 rows a step = "
     assert said.replace("RUNS", str(run.folder.parent)) in run.output
     assert {"one": "2 x 2", "four": "1 x 1"}[name] in run.output
     assert run.series("step") == [4, 5, 6]
@@ -427,24 +427,24 @@ def test_sizes_of_a_run_that_is_named_alone_are_those_of_its_processes(sizes) ->
     run, whole = sizes["fewer"], sizes["sized"]
     assert whole.code == 0, whole.output
     assert run.code == 0, run.output
-    assert "The run goes on with --global-batch-size 4, as " in run.output
+    assert "The run resumes with --global-batch-size 4, as " in run.output
     assert "4 rows a step = 1 x 4 micro-batch(es) x 1 process(es)" in run.output
     assert run.series("loss") == pytest.approx(whole.series("loss")[3:], rel=1e-6)
     assert sizes["uneven"].code == 2
-    assert "with --global-batch-size 4, which a run that goes on keeps, and 3 processes" in sizes["uneven"].output
+    assert "with --global-batch-size 4, which a resumed run keeps, and 3 processes" in sizes["uneven"].output
     assert not sizes["uneven"].folder.exists()
 
 
 def test_a_size_that_is_given_or_cannot_be_met_names_the_one_to_give(sizes) -> None:
     assert sizes["three"].code == 2
-    assert "with --global-batch-size 4, which a run that goes on keeps, and 3 processes" in sizes["three"].output
+    assert "with --global-batch-size 4, which a resumed run keeps, and 3 processes" in sizes["three"].output
     assert sizes["other"].code == 2
-    assert "4 rows a step, and these options make it 2" in sizes["other"].output
+    assert "4 rows a step, and these options give 2" in sizes["other"].output
     assert "Resume with --global-batch-size 4" in sizes["other"].output.replace("\n", " ")
     for run in (sizes["three"], sizes["other"]):
         assert not run.folder.exists()
     assert sizes["same"].code == 0, sizes["same"].output
-    assert "The run goes on with" not in sizes["same"].output
+    assert "The run resumes with" not in sizes["same"].output
 
 
 @pytest.mark.slow
@@ -485,7 +485,7 @@ def test_other_rows_are_refused(resumed) -> None:
     assert resumed["other"].code == 2
     assert "seed 3 instead of 42" in resumed["other"].output
     assert resumed["moved"].code == 2
-    assert "2 rows stand in other places than they did, the first at" in resumed["moved"].output.replace("\n", " ")
+    assert "2 rows have moved, the first at" in resumed["moved"].output.replace("\n", " ")
 
 
 @pytest.mark.slow
@@ -568,7 +568,7 @@ def test_rows_that_were_corrected_are_told_and_learned_from(tmp_path: Path, capl
     edited = [line.replace("response", "output").replace("query", "instruction") for line in written.lines[6:8]]
     assert not written.refusal([*written.lines[:6], *edited, *written.lines[8:]])
     assert "2 rows were changed, the first at" in caplog.text
-    assert "rows.jsonl:7. The run goes on with them as they are now." in caplog.text
+    assert "rows.jsonl:7. The run continues with them as they are now." in caplog.text
 
 
 def test_rows_keep_the_day_that_their_template_wrote(commands, sft, tiny: Path, tmp_path: Path, monkeypatch) -> None:
@@ -599,9 +599,9 @@ def test_rows_in_other_places_and_other_data_are_refused(tmp_path: Path) -> None
     """Some would be seen twice."""
     written = Written(tmp_path)
     other = [line.replace("+", "plus") for line in written.lines]
-    assert "10 rows stand in other places than they did, the first at" in written.refusal(written.lines[::-1])
-    assert "9 rows stand in other places" in written.refusal([other[0], *written.lines[:-1]])
-    assert "other data: none of the rows is as it was" in written.refusal(other)
+    assert "10 rows have moved, the first at" in written.refusal(written.lines[::-1])
+    assert "9 rows have moved" in written.refusal([other[0], *written.lines[:-1]])
+    assert "other data: all rows have changed" in written.refusal(other)
     assert "rows 9 instead of 10" in written.refusal(written.lines[1:])
     assert "shardproof export" in written.refusal(other)
 
@@ -611,7 +611,7 @@ def test_where_length_decides_on_places_every_change_is_refused(tmp_path: Path, 
     written = Written(tmp_path, **{option: True})
     assert not written.refusal()
     edited = [written.lines[0].replace("+", "plus"), *written.lines[1:]]
-    text = f"; with --{option.replace('_', '-')} that moves rows to other places"
+    text = f"; with --{option.replace('_', '-')} this moves rows to other places"
     assert f"1 row was changed, the first at {tmp_path / 'rows.jsonl'}:1{text}" in written.refusal(edited)
     assert f"max_length 512 instead of 1024{text}" in written.refusal(max_length=512)
 
@@ -636,7 +636,7 @@ def test_options_that_make_something_else_of_the_rows_are_told(
 def test_options_that_could_have_no_effect_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The optimizer's state keeps rates, and adapters count as they did; what holds from here on only is told."""
     written = Written(tmp_path)
-    told = "written with other options, which a run that goes on keeps: --learning-rate 0.003 instead of 0.0001."
+    told = "written with other options, which a resumed run must keep: --learning-rate 0.003 instead of 0.0001."
     assert told in written.refusal(learning_rate=3e-3)
     for option in (
         {"weight_decay": 0.5},
@@ -853,7 +853,7 @@ def test_nothing_that_was_trained_is_removed_unasked(tmp_path: Path) -> None:
     (out / "config.yaml").touch()
     assert not refusal(**auto)  # it was killed before there was a checkpoint
     (out / "model").mkdir()
-    assert "holds no checkpoint to go on from, but model, which" in refusal(**auto)
+    assert "has no checkpoint to resume from, but it has model, which" in refusal(**auto)
     assert not refusal(**auto, overwrite=True)
     assert refusal(output_dir=str(out)).endswith("\nName another --output-dir, or add --overwrite.")
     good = checkpoint_in(out, 2)

@@ -258,7 +258,7 @@ def test_a_conversation(talkative: Path, nproc: str) -> None:
 
 def test_a_question_that_cannot_be_asked_is_refused(runs) -> None:
     assert runs["ask_file"].code == runs["ask_system"].code == 2
-    assert "There is a file of kind image, and this model takes text only." in runs["ask_file"].output
+    assert "The prompt has a file of type image, but this model takes text only." in runs["ask_file"].output
     assert "--system missing.txt ends in .txt and is read as a file" in runs["ask_system"].output
 
 

@@ -181,14 +181,14 @@ def test_with_flash_attention_a_batch_is_one_packed_row(flash):
 def test_a_model_whose_rows_see_each_other_is_refused():
     inputs = collate_packed(list(pack_rows(rows(), 48)), 0)
     check_packing(qwen(), inputs)
-    with pytest.raises(ConfigError, match="depends on the row that is packed before its own"):
+    with pytest.raises(ConfigError, match="depends on the row packed before its own"):
         check_packing(lfm(), inputs)
 
 
 def test_a_first_step_of_few_tokens_finds_it_too():
     few = {"input_ids": torch.arange(3, 11)[None]}
     check_packing(qwen(), few)
-    with pytest.raises(ConfigError, match="depends on the row that is packed before its own"):
+    with pytest.raises(ConfigError, match="depends on the row packed before its own"):
         check_packing(lfm(), few)
 
 
@@ -196,7 +196,7 @@ def test_a_model_without_positions_is_refused():
     class Unplaced(nn.Module):
         def forward(self, input_ids: Any, use_cache: Any = None) -> None: ...
 
-    with pytest.raises(ConfigError, match="--packing: Unplaced takes no position_ids"):
+    with pytest.raises(ConfigError, match="--packing: Unplaced does not accept position_ids"):
         check_packing(Unplaced(), collate(list(rows()), 0))
 
 
@@ -337,7 +337,7 @@ def test_a_head_that_is_trained_beside_adapters():
 
 
 def test_a_talker_has_a_loss_of_its_own():
-    with pytest.raises(ConfigError, match="--train-parts talker learns codes of speech, too"):
+    with pytest.raises(ConfigError, match="--train-parts talker also learns speech codes"):
         sft.check(SftConfig(chunked_loss=True, train_parts=["thinker", "talker"]), 1)
 
 
@@ -359,7 +359,7 @@ def test_so_it_is_before_rows_are_encoded_where_its_config_says_so(tmp_path):
         sft._check_terms(asked)
     Qwen3MoeConfig(**weighing).save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ConfigError, match=r"a term that balances experts \(output_router_logits"):
+    with pytest.raises(ConfigError, match=r"a load-balancing term for its experts \(output_router_logits"):
         sft.prepare(asked, 1, [], None)
     in_parts = asked.model_copy(update={"chunked_loss": False, "sequence_parallel": 2})
     with pytest.raises(ConfigError, match="--sequence-parallel computes the cross entropy alone"):

@@ -124,7 +124,9 @@ def test_names_and_expressions_reach_the_parts_that_are_trained(tiny_models) -> 
     assert of("qwen3_omni_moe", **experts) == ({"llm", "audio"}, {"q_proj", "experts"})
     stacks = {"target_parameters": ["mlp.experts.down_proj"], "target_modules": ["o_proj"]}
     assert of("qwen3_omni_moe", **stacks) == ({"llm"}, {"o_proj", "experts"})
-    with pytest.raises(ConfigError, match="--target-modules fc1: all of this is in parts that are not trained, vision"):
+    with pytest.raises(
+        ConfigError, match="--target-modules fc1: all of these are in parts that are not trained, vision"
+    ):
         of("llava", target_modules=["fc1"], freeze=["vision", "aligner"])
 
 
@@ -204,7 +206,7 @@ def test_tensors_are_named_by_the_ends_of_their_names() -> None:
         (
             "GptOss",
             {"target_parameters": PROJECTIONS, "modules_to_save": ["experts"]},
-            "is in a module that is trained whole (--modules-to-save experts). Leave one of them out.",
+            "is in a module that is trained in full (--modules-to-save experts). Leave one of them out.",
         ),
         ("Qwen3Moe", {"target_modules": ["mlp.up_proj", "mlp.gate_proj"]}, "the model has no module of that name."),
         ("Qwen3Moe", {"target_modules": ["all-linear", "embed_tokens"]}, "'all-linear' stands alone"),
@@ -230,7 +232,7 @@ def test_a_head_that_trl_multiplies_by_itself_gets_none(tmp_path: Path) -> None:
     config = RlhfConfig(
         model=str(tmp_path), dataset=["x"], tuner="lora", rlhf_type="dpo", target_parameters=["lm_head.weight"]
     )
-    with pytest.raises(ConfigError, match=r"--target-parameters lm_head.weight: TRL takes the weight of the head"):
+    with pytest.raises(ConfigError, match=r"--target-parameters lm_head.weight: TRL uses the weight of the head"):
         check_named_parts(str(tmp_path), config)
 
 

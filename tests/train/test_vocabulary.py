@@ -54,7 +54,7 @@ def test_the_row_and_its_token_are_told(runs: Any, rows: Path) -> None:
         assert run.code == 2, run.output
         said = " ".join(run.output.split())
         assert where in said
-        assert "/short has 200 rows. Take the tokenizer that belongs to the model." in said
+        assert "/short has 200 rows. Use the tokenizer that belongs to the model." in said
         assert not run.folder.exists()
 
 

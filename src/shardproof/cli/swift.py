@@ -254,7 +254,7 @@ def _without_meaning(values: dict[str, list[str]], built: BaseModel) -> list[str
         for name in values
         if kind not in MEANT_FOR.get(name, (kind,)) and getattr(built, name) != fields[name].default
     ]
-    return [f"{options.flag(name)} {' '.join(values.pop(name))}: means nothing to --rlhf-type {kind}" for name in idle]
+    return [f"{options.flag(name)} {' '.join(values.pop(name))}: does not apply to --rlhf-type {kind}" for name in idle]
 
 
 def _built(config: type[RunConfig], values: dict[str, list[str]]) -> RunConfig:

@@ -53,7 +53,9 @@ def encode(config: RunConfig, folder: Path) -> list[Kept]:
                 encoded = recipe.encode(config, those, processing)
             encoded = getattr(encoded, "encoded", encoded)  # of rows with files, which are read again in training
             if are_pictured(encoded):
-                raise ConfigError("Rows with files are encoded in each run of rlhf: it reads them in training anyway.")
+                raise ConfigError(
+                    "Rows with files cannot be encoded in advance for rlhf: it reads the files during training anyway."
+                )
             found.append((name, those, encoded))
     remove(folder / VAL)  # some of those may be among the rows to train on now
     for name, those, encoded in found:

@@ -116,7 +116,7 @@ def export(
 
     target = Path(output).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{output} is there already.\nName another folder.")
+        raise ConfigError(f"{output} exists already.\nName another folder.")
     if os.path.ismount(target):  # nothing can be renamed to it
         raise ConfigError(f"{output} is a mount point.\nName a folder in it: {target / MODEL}.")
     target = target.resolve() if target.is_symlink() else target
@@ -167,7 +167,7 @@ def export(
     # In another dtype some models keep a few modules in fp32 when they are loaded.
     same = dtype is not None or _sums(again) == sums
     if not (same and far <= (MERGED if kept == torch.float32 else ROUNDED)):
-        raise ConfigError(f"{aside} does not compute what the model of {run} does, and is left there to be looked at.")
+        raise ConfigError(f"{aside} does not compute the same as the model of {run}. It has been kept for inspection.")
     packed = None
     if packer is not None:
         del again
@@ -304,7 +304,7 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
 
     file = path.parent / CONFIG
     if not file.is_file():
-        raise ConfigError(f"{path} lies in no run folder: there is no {file}, which says what model it is of.")
+        raise ConfigError(f"{path} is not in a run folder: there is no {file}, which names its model.")
     options = _recorded(path)
     given = {"external_plugins": list(plugins.files), "model_type": model_type or options.get("model_type")}
     given["trust_remote_code"] = trust_remote_code or options.get("trust_remote_code", False)
@@ -314,10 +314,10 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
     except ValidationError as error:
         first = error.errors()[0]
         named = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{file} has {named!r}, which this version does not take: {first['msg']}.") from error
+        raise ConfigError(f"{file} has {named!r}, which this version does not accept: {first['msg']}.") from error
     source = config.model
     if not source:
-        raise ConfigError(f"{file} does not say what model {path} is of: write 'model: FOLDER' into it.")
+        raise ConfigError(f"{file} does not name the model of {path}: add 'model: FOLDER' to it.")
     if source == TINY:
         # A run that has ended keeps what it began with for adapters only; its own model is of that shape.
         kept = [path.parent / name for name in (BASE, MODEL) if (path.parent / name / "config.json").is_file()]

@@ -56,7 +56,8 @@ class RunFolder:
         there = [name for name in there if not name.endswith(ASIDE)]
         if config.resume == AUTO and there:
             raise ConfigError(
-                f"--resume auto: {config.output_dir} holds no checkpoint to go on from, but {', '.join(there[:5])}, "
+                f"--resume auto: {config.output_dir} has no checkpoint to resume from, but it has"
+                f" {', '.join(there[:5])}, "
                 f"which a run from the start would remove. {' '.join(passed_over(config)[-1:])}\n"
                 "Name another --output-dir, or add --overwrite."
             )

@@ -27,11 +27,12 @@ def own_loss(name: str, function: Callable[..., Any] | None) -> Callable[..., to
     def loss(*args: Any, **kwargs: Any) -> torch.Tensor:
         found = _called(subject, function, args, kwargs)
         if not isinstance(found, torch.Tensor) or found.numel() != 1:
-            raise ConfigError(f"{subject} returned {_in_words(found)}. A tensor with one number is expected.")
+            raise ConfigError(f"{subject} returned {_in_words(found)}. It must return a tensor with one number.")
         if torch.is_grad_enabled() and not found.requires_grad and _has_graph(args):
             raise ConfigError(
-                f"{subject} returned a number that does not depend on the model for autograd, from which nothing can be"
-                " learnt.\nCompute it from outputs.logits by operations of torch alone: without .item(), .detach(),"
+                f"{subject} returned a number that has no gradient with respect to the model, so nothing can be"
+                f" learnt from it.\nCompute it from outputs.logits with torch operations only: without .item(),"
+                f" .detach(),"
                 " .numpy(), torch.no_grad(), argmax, or torch.tensor(...) of a result."
             )
         return found
@@ -50,7 +51,7 @@ def own_metric(name: str, function: Callable[..., Any]) -> Callable[..., tuple[f
             return float(whole), float(count)
         except (TypeError, ValueError, RuntimeError):
             raise ConfigError(
-                f"{subject} returned {_in_words(found)}. A sum and a count, two numbers, are expected."
+                f"{subject} returned {_in_words(found)}. It must return two numbers, a sum and a count."
             ) from None
 
     return metric
@@ -67,7 +68,7 @@ def own_answer_metric(name: str, function: Callable[..., Any]) -> Callable[[str,
         except (TypeError, ValueError, RuntimeError):
             value = math.nan
         if not math.isfinite(value):
-            raise ConfigError(f"{subject} returned {_in_words(found)}. A number is expected.")
+            raise ConfigError(f"{subject} returned {_in_words(found)}. It must return a number.")
         return value
 
     return metric

@@ -84,26 +84,28 @@ def check_saving(config: RunConfig) -> None:
     if config.save_strategy == "epoch" and getattr(config, "streaming", False):
         raise ConfigError("--save-strategy epoch: the length of a pass over a stream is not known. Use --save-steps N.")
     if config.save_total_limit and not config.writes_checkpoints:
-        raise ConfigError("--save-total-limit says how many checkpoints are kept: add --save-steps, which writes some.")
+        raise ConfigError("--save-total-limit limits the number of checkpoints: add --save-steps to write them.")
     evaluated, saved = config.eval_strategy == "epoch", config.save_strategy == "epoch"
     if config.keep_best and (evaluated, config.evaluation_steps) != (saved, config.checkpoint_steps):
         often = "--save-strategy epoch" if evaluated else f"--save-steps {config.evaluation_steps or 'N'}"
         raise ConfigError(
-            "--keep-best goes back to the checkpoint of the best evaluation: each of them needs one. Give"
-            f" {often}, as often as is evaluated (--save-total-limit 2 keeps the best and the newest)."
+            "--keep-best returns to the checkpoint of the best evaluation, so every evaluation needs one. Give"
+            f" {often}, to match the evaluations (--save-total-limit 2 keeps the best and the newest)."
         )
     if config.save_only_model and not config.writes_checkpoints:
-        raise ConfigError("--save-only-model says what checkpoints hold: add --save-steps, which writes some.")
+        raise ConfigError("--save-only-model sets the contents of checkpoints: add --save-steps to write them.")
     if config.max_restarts and config.save_only_model:
         raise ConfigError(
-            "--max-restarts goes on from checkpoints, and no run can go on from those of --save-only-model."
+            "--max-restarts resumes from checkpoints, and those of --save-only-model cannot be resumed from."
         )
     if config.max_restarts and not config.writes_checkpoints:
-        raise ConfigError("--max-restarts goes on from checkpoints: add --save-steps, which writes some.")
+        raise ConfigError("--max-restarts resumes from checkpoints: add --save-steps to write them.")
     if config.min_processes and not config.max_restarts:
-        raise ConfigError("--min-processes says on how many a run goes on when others died: add --max-restarts.")
+        raise ConfigError(
+            "--min-processes sets how few processes a run may resume on after others died: add --max-restarts."
+        )
     if config.min_processes and config.min_processes > config.nproc:
-        raise ConfigError(f"--min-processes {config.min_processes} is more than the {config.nproc} that there are.")
+        raise ConfigError(f"--min-processes {config.min_processes} is more than --nproc {config.nproc}.")
     starts(config)
 
 
@@ -175,13 +177,13 @@ def _with_optimizer(found: list[Path]) -> list[Path]:
     found = [path for path in found if (path / STATE).is_file()] or found
     if found and not (found[0] / STATE).is_file():
         raise ConfigError(
-            f"{found[0]} holds no {STATE}: a loop of your own or another engine wrote it, and nothing says at which "
-            "step and row.\nGo on from it with shardproof.load, or name another checkpoint."
+            f"{found[0]} holds no {STATE}: it was written by a custom loop or another engine, and its step and row"
+            f" are not known.\nContinue from it with shardproof.load, or name another checkpoint."
         )
     if found and not _has_optimizer(found[0]):
         raise ConfigError(
-            f"{found[0]} holds weights only, as --save-only-model writes it: no run can go on from it.\n"
-            "'shardproof export' makes a model folder of it, which --model can begin from."
+            f"{found[0]} holds weights only, as written with --save-only-model, so no run can resume from it.\nTurn"
+            f" it into a model folder with 'shardproof export', and start from that with --model."
         )
     return found
 
@@ -222,14 +224,12 @@ def with_rows_a_step(config: Config, world_size: int) -> Config:
         micro = changed.batch(world_size).on(world_size, config.per_device_batch_size).micro
     except ConfigError as error:
         raise ConfigError(
-            f"{begin[0]} was written with --global-batch-size {rows}, which a run that goes on keeps, and {world_size}"
+            f"{begin[0]} was written with --global-batch-size {rows}, which a resumed run keeps, and {world_size}"
             f" processes cannot share it evenly.\nResume on a number of processes that divides {rows}."
         ) from error
     if config.per_device_batch_size is not None:
         changed = changed.model_copy(update={"per_device_batch_size": micro})
-    log.warning(
-        "The run goes on with --global-batch-size %d, as %s was written: %s.", rows, begin[0], changed.batch(world_size)
-    )
+    log.warning("The run resumes with --global-batch-size %d, as in %s: %s.", rows, begin[0], changed.batch(world_size))
     return changed
 
 
@@ -289,12 +289,12 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> dict[str, in
     odd = [name for name in here if here[name] != saved.get(name, here[name])]
     if "optimizer" in odd:
         raise ConfigError(
-            f"{start} was written with --optimizer {saved['optimizer']}, and --optimizer {here['optimizer']} keeps "
-            f"other state.\nResume with the same one, or begin from the weights: {exported(start)}."
+            f"{start} was written with --optimizer {saved['optimizer']}, and --optimizer {here['optimizer']} keeps"
+            f" different state.\nResume with the same one, or start from the weights: {exported(start)}."
         )
     if odd == [ROWS]:
         raise ConfigError(
-            f"{start} was written with {saved[ROWS]} rows a step, and these options make it {here[ROWS]}.\nResume with"
+            f"{start} was written with {saved[ROWS]} rows a step, and these options give {here[ROWS]}.\nResume with"
             f" --global-batch-size {saved[ROWS]} and without --gradient-accumulation-steps, on any number of processes"
             " that divides it."
         )
@@ -306,13 +306,13 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> dict[str, in
     by_length = [name for name in ("packing", "group_by_length") if here.get(name)]
     if by_length and (odd or rows_differ):
         what = told or rows_differ
-        raise _other_data(start, f"{what}; with --{by_length[0].replace('_', '-')} that moves rows to other places")
+        raise _other_data(start, f"{what}; with --{by_length[0].replace('_', '-')} this moves rows to other places")
     if told:
         log.warning(
-            "%s was written with other options: %s. The rows from here on are read with those of now.", start, told
+            "%s was written with other options: %s. Rows are read with the current options from here on.", start, told
         )
     if rows_differ:
-        log.warning("Since %s was written, %s. The run goes on with them as they are now.", start, rows_differ)
+        log.warning("Since %s was written, %s. The run continues with them as they are now.", start, rows_differ)
     return saved.get(DEALT)  # type: ignore[no-any-return]
 
 
@@ -339,11 +339,11 @@ def _check_options(start: Path, here: dict[str, Any], saved: dict[str, Any]) -> 
     told = {name: f"{flag(name)} {_short(here[name])} instead of {_short(saved[name])}" for name in odd}
     if fixed := [told[name] for name in odd if name not in TOLD]:
         raise ConfigError(
-            f"{start} was written with other options, which a run that goes on keeps: {', '.join(fixed)}.\n"
-            f"Resume with the same ones, or begin from the weights: {exported(start)}."
+            f"{start} was written with other options, which a resumed run must keep: {', '.join(fixed)}.\n"
+            f"Resume with the same ones, or start from the weights: {exported(start)}."
         )
     if odd:
-        log.warning("The run goes on with other options than %s was written with: %s.", start, ", ".join(told.values()))
+        log.warning("The run resumes with options other than those of %s: %s.", start, ", ".join(told.values()))
 
 
 def _compare_rows(start: Path, sums: bytes, rows: Any) -> str:
@@ -364,9 +364,9 @@ def _compare_rows(start: Path, sums: bytes, rows: Any) -> str:
     moved = Counter(there[i] for i in changed) & Counter(here[i] for i in changed)
     first = rows[changed[0]].where
     if moved:
-        raise _other_data(start, f"{moved.total():,} rows stand in other places than they did, the first at {first}")
+        raise _other_data(start, f"{moved.total():,} rows have moved, the first at {first}")
     if len(changed) == len(here):
-        raise _other_data(start, "none of the rows is as it was")
+        raise _other_data(start, "all rows have changed")
     were = f"{len(changed):,} rows were" if len(changed) > 1 else "1 row was"
     return f"{were} changed, the first at {first}"
 
@@ -374,7 +374,7 @@ def _compare_rows(start: Path, sums: bytes, rows: Any) -> str:
 def _other_data(start: Path, what: str) -> ConfigError:
     return ConfigError(
         f"{start} was written by a run with other data: {what}.\nResume with the same rows in the same order and the "
-        f"same options, so that no row is seen twice or skipped. To learn from other rows, begin from the weights: "
+        f"same options, so that no row is seen twice or skipped. To train on other rows, start from the weights: "
         f"{exported(start)}."
     )
 

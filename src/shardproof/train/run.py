@@ -217,8 +217,8 @@ def prepare(
         many = 0 if getattr(config, "streaming", False) else len(encoded)
         if config.drop_last and many < batch.whole:
             raise ConfigError(
-                f"--drop-last leaves all rows out: there are {many:,} to learn from, and a step takes {batch.whole:,}."
-                " Leave it out, or take fewer rows a step."
+                f"--drop-last leaves all rows out: there are {many:,}, and a step takes {batch.whole:,}."
+                " Leave it out, or use fewer rows per step."
             )
         order: dict[str, bytes] = {}
         if begin or config.writes_checkpoints:
@@ -348,7 +348,7 @@ def _train_from_the_best(trainer: Any, prepared: Prepared, folder: RunFolder, fi
             if trainer.resumed or number == len(prepared.starts) or prepared.config.resume != AUTO:
                 raise
             if first:
-                log.warning("%s Going on from the one before it.", error)
+                log.warning("%s Resuming from the one before it.", error)
     if first:
         # Of ranks that died before there was a checkpoint. An evaluation before the first step is there again.
         folder.forget_after(0 if prepared.starts else -1)

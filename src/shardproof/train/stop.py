@@ -45,7 +45,7 @@ class JudgesEvaluations(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         if self._name not in metrics:
             found = ", ".join(key.removeprefix("eval_") for key in metrics if key.startswith("eval_") and tells(key))
-            raise ConfigError(f"--best-metric {self._metric}: an evaluation has none of that name. It has {found}.")
+            raise ConfigError(f"--best-metric {self._metric}: evaluations have no such metric. They have {found}.")
         self._judge(args, state, control)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -33,11 +33,11 @@ def check(**options: Any) -> None:
         ({"packing": True}, "--task embedding and --packing: each text has its own embedding"),
         ({"chunked_loss": True}, "--chunked-loss"),
         ({"num_labels": 2}, "--num-labels: rows have no labels"),
-        ({"chat_template": "chatml"}, "--chat-template: texts are read as they stand"),
-        ({"plain": True}, "--plain: texts are read as they stand"),
+        ({"chat_template": "chatml"}, "--chat-template: texts are embedded as they are"),
+        ({"plain": True}, "--plain: texts are embedded as they are"),
         ({"metrics": ["x"], "val_split": 0.1}, "--metrics"),
         ({"dataset": ["stdlib"]}, "needs rows with a 'positive'"),
-        ({"loss": "focal"}, "--loss focal: there is infonce, cosine_similarity, contrastive"),
+        ({"loss": "focal"}, "--loss focal: the loss must be one of infonce, cosine_similarity, contrastive"),
         ({"loss": "contrastive", "loss_temperature": 0.1}, "--loss-temperature needs --loss infonce"),
         ({"deterministic": True}, "--deterministic and --loss infonce"),
         ({"min_processes": 1}, "on fewer processes a row has fewer negatives"),
@@ -70,7 +70,7 @@ def test_one_row_without_negatives_teaches_nothing(models, tmp_path: Path) -> No
     file.write_text('{"query": "cat", "positive": "meows"}\n{"query": "dog", "positive": "barks"}\n')
     place = {"dataset": [str(file)], "model": str(models["encoder"]), "output_dir": str(tmp_path / "run")}
     config = SftConfig(task="embedding", per_device_batch_size=1, **place)
-    with pytest.raises(ConfigError, match="there are none: rows have no negatives"):
+    with pytest.raises(ConfigError, match="there are none: the rows have no negatives"):
         embedding.prepare(config, 1, *embedding.read(config))
     assert not (tmp_path / "run").exists()
 
@@ -95,9 +95,9 @@ def test_a_model_that_makes_its_vectors_by_more_than_there_is_here_is_refused(tm
     file = tmp_path / "modules.json"
     more = {"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.base.modules.dense.Dense"}
     file.write_text(json.dumps([*json.loads(file.read_text()), more]))
-    with pytest.raises(ConfigError, match=r"makes its vectors by Dense, too .*: --pooling mean begins without them"):
+    with pytest.raises(ConfigError, match=r"also applies Dense to its vectors .*: --pooling mean begins without them"):
         pooling_of(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"by Dense, too .* It cannot be asked here"):
+    with pytest.raises(ConfigError, match=r"also applies Dense to its vectors .* It cannot be asked here"):
         embedding_in(tmp_path)
 
 

@@ -97,7 +97,7 @@ def test_transformers_and_sentence_transformers_give_the_same(done) -> None:
     [
         ({"packing": True}, "--task reranker and --packing"),
         ({"num_labels": 2}, "--num-labels: a pair gets one score"),
-        ({"loss": "infonce"}, "--loss infonce: there is pointwise, listwise"),
+        ({"loss": "infonce"}, "--loss infonce: the loss must be pointwise or listwise"),
         ({"loss_temperature": 0.5}, "--loss-temperature needs --loss listwise"),
         ({"pooling": "mean"}, "add --task embedding"),
         ({"dataset": ["stdlib"]}, "needs rows with a 'positive'"),

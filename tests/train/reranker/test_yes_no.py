@@ -233,7 +233,7 @@ def test_transformers_and_sentence_transformers_give_the_same(done) -> None:
         ({"packing": True}, f"--task {TASK_NAME} and --packing"),
         ({"rope_scaling": {"type": "yarn"}}, "the model keeps its positions"),
         ({"num_labels": 2}, "--num-labels: a pair gets one score"),
-        ({"loss": "infonce"}, f"--task {TASK_NAME} and --loss infonce: there is pointwise, listwise"),
+        ({"loss": "infonce"}, f"--task {TASK_NAME} and --loss infonce: the loss must be pointwise or listwise"),
         ({"dataset": ["stdlib"]}, f"--task {TASK_NAME} needs rows with a 'positive'"),
     ],
 )
@@ -259,5 +259,5 @@ def test_a_model_says_its_own_words(models, tmp_path: Path) -> None:
     YesNo(40, 41, "Look").write(tmp_path)
     assert scoring_in(tmp_path) == YesNo(40, 41, "Look")
     (tmp_path / "1_LogitScore" / "config.json").write_text('{"true_token_id": 3, "false_token_id": null}')
-    with pytest.raises(ConfigError, match="scores pairs by the logit of one token"):
+    with pytest.raises(ConfigError, match="scores pairs with the logit of one token"):
         scoring_in(tmp_path)

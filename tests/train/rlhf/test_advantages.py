@@ -98,7 +98,7 @@ def test_the_numbers_are_those_of_one_process(rlhf: Any, what: str) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"kl_in_reward": True}, "--kl-in-reward means nothing without --beta above 0"),
+        ({"kl_in_reward": True}, "--kl-in-reward has no effect without --beta above 0"),
         (
             {"advantage_estimator": "rloo", "trl_arguments": {"multi_objective_aggregation": "normalize_then_sum"}},
             "normalize_then_sum and --advantage-estimator",
@@ -186,8 +186,8 @@ def test_a_teacher_is_come_nearer_to(rlhf: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"use_vllm": True, "lmbda": 0}, "--use-vllm means nothing without a --lmbda above 0: the student writes none"),
-        ({"sft_alpha": 0.1, "lmbda": 1}, "--sft-alpha means nothing without a --lmbda below 1"),
+        ({"use_vllm": True, "lmbda": 0}, "--use-vllm has no effect without a --lmbda above 0: the student writes none"),
+        ({"sft_alpha": 0.1, "lmbda": 1}, "--sft-alpha has no effect without a --lmbda below 1"),
     ],
 )
 def test_what_a_student_that_does_not_write_or_always_does_leaves_idle(options: dict[str, Any], text: str) -> None:
@@ -198,20 +198,20 @@ def test_what_a_student_that_does_not_write_or_always_does_leaves_idle(options: 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"num_generations": 1, "reward_funcs": ["length"]}, "with a --teacher-model and no rewards, or take 2"),
-        ({"dynamic_sample": True}, "--dynamic-sample and --teacher-model: it goes by the advantage of a whole answer"),
+        ({"num_generations": 1, "reward_funcs": ["length"]}, "with a --teacher-model and no rewards"),
+        ({"dynamic_sample": True}, "--dynamic-sample and --teacher-model: it uses one advantage per answer"),
         ({"loss_type": ["vespo"]}, "--loss-type vespo and --teacher-model"),
-        ({"teacher_model": None, "teacher_kl_coef": 2.0}, "--teacher-kl-coef means nothing without --teacher-model"),
+        ({"teacher_model": None, "teacher_kl_coef": 2.0}, "--teacher-kl-coef has no effect without --teacher-model"),
         (
             {"rlhf_type": "rloo", "reward_funcs": ["length"]},
-            "--teacher-model means nothing to --rlhf-type rloo; it is for gkd, grpo",
+            "--teacher-model does not apply to --rlhf-type rloo; it is for gkd, grpo",
         ),
-        ({"advantage_estimator": "rloo"}, "--advantage-estimator means nothing without rewards: a teacher"),
-        ({"scale_rewards": "batch"}, "--scale-rewards means nothing without rewards"),
-        ({"beta": 0.1, "kl_in_reward": True, "num_generations": 1}, "so that --beta would decide nothing"),
+        ({"advantage_estimator": "rloo"}, "--advantage-estimator has no effect without rewards: only a teacher"),
+        ({"scale_rewards": "batch"}, "--scale-rewards has no effect without rewards"),
+        ({"beta": 0.1, "kl_in_reward": True, "num_generations": 1}, "so --beta would have no effect"),
         ({"best_metric": "eval_reward"}, "--best-metric eval_reward: an evaluation of grpo has the loss, entropy"),
-        ({"best_metric": "teacher_kl"}, "of what is no loss more is better, and the best would be the farthest"),
-        ({"per_device_batch_size": 1, "num_generations": 1}, "One answer is generated at once"),
+        ({"best_metric": "teacher_kl"}, "metrics other than losses are maximised, so the best would be the farthest"),
+        ({"per_device_batch_size": 1, "num_generations": 1}, "Only one answer is generated at once"),
         ({"teacher_model": None}, "needs --reward-funcs or --reward-model or --environments or --teacher-model"),
     ],
 )

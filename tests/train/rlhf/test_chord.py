@@ -177,7 +177,7 @@ def test_an_earlier_run_is_not_lost_to_rows_that_are_missing(
         ({"chord_mu_peak": 0.0, "chord_mu_valley": 0.0}, "--chord-mu-peak 0: nothing would be learnt"),
         ({"chord_mu_peak": 0.1, "chord_mu_valley": 0.9}, "--chord-mu-valley 0.9 is above --chord-mu-peak 0.1"),
         ({"chord_mu_peak": 0.9, "chord_mu_decay_steps": 5}, "falls to --chord-mu-valley. Give one below 0.9"),
-        ({"chord_mu_peak": 0.9, "chord_mu_valley": 0.1}, "falls to it in --chord-mu-decay-steps, which are 0"),
+        ({"chord_mu_peak": 0.9, "chord_mu_valley": 0.1}, "falls to it over --chord-mu-decay-steps, which is 0"),
         ({"chord_mu_peak": 0.5, "sequence_parallel": 2}, "--chord-sft-dataset and --sequence-parallel"),
     ],
 )
@@ -189,8 +189,8 @@ def test_what_they_lack_is_told(options: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"rlhf_type": "grpo", "chord_mu_peak": 0.5}, "--chord-mu-peak means nothing without --chord-sft-dataset"),
-        ({"rlhf_type": "rloo", "chord_sft_dataset": ["rows"]}, "means nothing to --rlhf-type rloo; it is for grpo"),
+        ({"rlhf_type": "grpo", "chord_mu_peak": 0.5}, "--chord-mu-peak has no effect without --chord-sft-dataset"),
+        ({"rlhf_type": "rloo", "chord_sft_dataset": ["rows"]}, "does not apply to --rlhf-type rloo; it is for grpo"),
     ],
 )
 def test_where_they_mean_nothing_they_are_refused(options: dict[str, Any], text: str) -> None:

@@ -101,8 +101,8 @@ def test_ranks_that_share_a_vllm_ask_it_together(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"vllm_server": "http://a:1"}, "--vllm-server means something with --vllm-mode server only"),
-        ({"vllm_mode": "server", "vllm_sleep": True}, "--vllm-sleep means something with --vllm-mode colocate only"),
+        ({"vllm_server": "http://a:1"}, "--vllm-server applies only to --vllm-mode server"),
+        ({"vllm_mode": "server", "vllm_sleep": True}, "--vllm-sleep applies only to --vllm-mode colocate"),
         ({"use_vllm": False}, "--vllm-mode applies to vLLM, which is not used: add --use-vllm"),
         ({"vllm_tensor_parallel_size": 3}, "--vllm-tensor-parallel-size 3 does not divide 2 process"),
         ({"tools": [f"{TOOLS}:add"], "vllm_sleep": True}, "--tools and --vllm-sleep: vLLM wakes up without weights"),
@@ -136,8 +136,11 @@ def test_where_nothing_has_room_is_told_before_anything_is_loaded(
 ) -> None:
     argv = command(models, files, "grpo", "--per-device-batch-size", "8")
     for said, wanted in (
-        (99999, "--vllm-max-model-len 99999: .* has 1024 positions, and vLLM starts with no more"),
-        (5, r"prompts.jsonl:\d+: the prompt has \d+ tokens, and --vllm-max-model-len 5: no answer has room. Raise it"),
+        (99999, "--vllm-max-model-len 99999: .* has 1024 positions, and vLLM does not start with more"),
+        (
+            5,
+            r"prompts.jsonl:\d+: the prompt has \d+ tokens, and --vllm-max-model-len 5, so there is no room for",
+        ),
     ):
         with pytest.raises(ConfigError, match=wanted):
             prepared_for(argv, 1, [{"vllm_max_model_len": said}], tmp_path / str(said))

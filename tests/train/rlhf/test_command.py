@@ -152,7 +152,7 @@ def test_a_reference_that_is_not_there_cannot_follow(kind: str, beta: float | No
     from shardproof.train.rlhf.algorithms import check_algorithm
 
     config = RlhfConfig(rlhf_type=kind, beta=beta, reward_funcs=["format"], sync_ref_steps=2, per_device_batch_size=8)
-    with pytest.raises(ConfigError, match="with a --beta above 0 only"):
+    with pytest.raises(ConfigError, match="only with --beta above 0"):
         check_algorithm(config, config.batch(1))
 
 
@@ -220,7 +220,7 @@ def test_answers_and_their_rewards_are_written_down_and_shown(runs: Any) -> None
     [
         ("no_reward", "--rlhf-type grpo needs --reward-funcs or --reward-model"),
         ("odd", "--num-generations 3 does not divide"),
-        ("meant", "--num-generations means nothing to --rlhf-type dpo"),
+        ("meant", "--num-generations does not apply to --rlhf-type dpo"),
         ("loss", "Did you mean sigmoid?"),
         ("rows", "prompts.jsonl:1: there is no 'rejected_response'"),
         ("none", "--dataset is missing"),

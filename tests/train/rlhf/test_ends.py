@@ -114,7 +114,7 @@ REWARDED = ["--rlhf-type", "grpo", "--reward-funcs", "length"]
     ("options", "why"),
     [
         ([*REWARDED, "--mask-truncated-completions"], "--stop-words and --mask-truncated-completions: TRL takes"),
-        (["--rlhf-type", "gkd", "--teacher-model", "t", "--lmbda", "0"], "with --lmbda 0 no answers are written"),
+        (["--rlhf-type", "gkd", "--teacher-model", "t", "--lmbda", "0"], "with --lmbda 0 no answers are generated"),
         (["--rlhf-type", "dpo"], "--stop-words"),
     ],
 )

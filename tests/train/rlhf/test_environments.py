@@ -103,9 +103,12 @@ def test_calls_that_all_fail_are_told(pools: Any, caller: Path, tmp_path: Path) 
     "name, words",
     [
         ("Failing", r"Failing, reset \(tools_for_tests.py:\d+\) failed with OSError: no server \(tools_for_tests.py, "),
-        ("Listing", r"Listing, reset \(.*\) returned \['a list'\] \(list\). A text is wanted, or None."),
+        ("Listing", r"Listing, reset \(.*\) returned \['a list'\] \(list\). It must return a string or None."),
         ("Boundless", r"Boundless, get_reward \(.*\) returned inf, from which nothing can be learnt."),
-        ("Verbose", r"Verbose: with what 'reset' returned a prompt has \d{4} tokens, and --max-length is 1024."),
+        (
+            "Verbose",
+            r"Verbose: with the text that 'reset' returned, a prompt has \d{4} tokens, and --max-length is 1024.",
+        ),
     ],
 )
 def test_what_an_environment_does_wrong_is_said(
@@ -125,27 +128,33 @@ def test_what_an_environment_does_wrong_is_said(
         ([f"{FUNCTIONS}:failing"], "'failing' is not a class."),
         ([f"{FUNCTIONS}:Adding", f"{FUNCTIONS}:Adding"], "two classes are called Adding"),
         ([f"{FUNCTIONS}:Adding", "--use-vllm"], "--environments and --use-vllm: TRL asks the server for all ranks"),
-        ([f"{FUNCTIONS}:Adding", "--rlhf-type", "rloo"], "--environments means nothing to --rlhf-type rloo"),
-        ([f"{FUNCTIONS}:Endless"], "the class has no method 'reset(self, **columns)', which begins anew."),
-        ([f"{FUNCTIONS}:Later"], "'reset' is async, and TRL does not wait for it. Write it without 'async'."),
-        ([f"{FUNCTIONS}:Sized"], "wants 'size', and it is called without arguments: give defaults."),
-        ([f"{FUNCTIONS}:Shown"], "wants 'completion', and it is called without arguments"),
+        ([f"{FUNCTIONS}:Adding", "--rlhf-type", "rloo"], "--environments does not apply to --rlhf-type rloo"),
+        ([f"{FUNCTIONS}:Endless"], "the class has no method 'reset(self, **columns)', which starts a new episode."),
+        ([f"{FUNCTIONS}:Later"], "'reset' is async, and TRL does not await it. Write it without 'async'."),
+        ([f"{FUNCTIONS}:Sized"], "needs 'size', but it is called without arguments: add defaults."),
+        ([f"{FUNCTIONS}:Shown"], "needs 'completion', but it is called without arguments"),
         ([f"{FUNCTIONS}:Static"], "'get_reward' is not an instance method: 'def get_reward(self)'."),
         ([f"{FUNCTIONS}:Selfless"], "'get_reward' is not an instance method: 'def get_reward(self)'."),
-        ([f"{FUNCTIONS}:Made"], "__new__ (tools_for_tests.py:200) wants 'size', and it is called without arguments"),
+        ([f"{FUNCTIONS}:Made"], "__new__ (tools_for_tests.py:200) needs 'size', but it is called without arguments"),
         ([f"{FUNCTIONS}:instance"], f"'instance' in {FUNCTIONS} is not a class."),
         (
             [f"{FUNCTIONS}:Wanting", "--dataset", "LEVEL", "--val-dataset", "TOLD"],
             "Rows to evaluate on: --environments",
         ),
         ([f"{FUNCTIONS}:Adding", f"{FUNCTIONS}:Waiting", "--dataset", "BOTH"], "its 'environment' is ['Adding'], and"),
-        ([f"{FUNCTIONS}:OneByOne"], "OneByOne, numbers: it yields, and a call has one answer: return it."),
+        ([f"{FUNCTIONS}:OneByOne"], "OneByOne, numbers: it is a generator, but a call has one result: use return."),
         ([f"{FUNCTIONS}:Unfinished"], "the class is abstract. It lacks move."),
         ([f"{FUNCTIONS}:Wanting"], "wants 'level', and no column of the rows has that name. There are: prompt."),
         ([f"{FUNCTIONS}:Narrow", "--dataset", "TOLD"], "does not take 'told': begin it with 'def reset(self, **col"),
         ([f"{FUNCTIONS}:Adding", "--tools", f"{FUNCTIONS}:add"], "--tools has a function add, too."),
-        ([f"{FUNCTIONS}:Adding", "--dataset", "OWN"], "it has tools, which nothing runs, and --environments names"),
-        ([f"{FUNCTIONS}:Adding", "--dataset", "TEXT"], "it is plain text, and functions are called in conversations"),
+        (
+            [f"{FUNCTIONS}:Adding", "--dataset", "OWN"],
+            "it has its own tools, which cannot be run, and --environments names",
+        ),
+        (
+            [f"{FUNCTIONS}:Adding", "--dataset", "TEXT"],
+            "it is plain text, and functions are only called in conversations",
+        ),
         ([f"{FUNCTIONS}:Adding", f"{FUNCTIONS}:Waiting"], "it has no 'environment', and --environments has Adding, W"),
         ([f"{FUNCTIONS}:Adding", "--chat-template", "chatml"], "--environments: the chat template of"),
     ],
@@ -170,7 +179,7 @@ def test_somebody_has_to_judge(caller: Path, tmp_path: Path) -> None:
     options = unrewarded(acting(caller, tmp_path, "Adding", "Unjudged"))
     for one in ([FUNCTIONS.name + ":Adding"], []):
         options = [word for word in options if not any(word.endswith(name) for name in one)]
-        with pytest.raises(ConfigError, match="py:Unjudged: nothing says what answers are worth: write a method 'get_"):
+        with pytest.raises(ConfigError, match="py:Unjudged: there is no reward: write a method 'get_"):
             prepared_for(options, 1, [{}], tmp_path / "out")
 
 

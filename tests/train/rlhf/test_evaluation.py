@@ -97,7 +97,7 @@ def test_ranks_that_share_rows_write_as_many_answers_each() -> None:
         check_algorithm(given, given.batch(8))
     with pytest.raises(ConfigError, match=r"2 answers .* 1 group\(s\) of 4 processes\), which --num-generations 4"):
         check_algorithm(given, given.batch(4))
-    with pytest.raises(ConfigError, match=r"--sequence-parallel means nothing to --rlhf-type ppo; it is for .*grpo"):
+    with pytest.raises(ConfigError, match=r"--sequence-parallel does not apply to --rlhf-type ppo; it is for .*grpo"):
         check_algorithm(given.model_copy(update={"rlhf_type": "ppo"}), given.batch(8))
 
 

@@ -69,14 +69,17 @@ def test_it_is_the_same_at_every_stage(rlhf: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"num_iterations": 1}, "each answer is learnt from once, before it moves. Add --num-iterations 2"),
-        ({"loss_type": ["dapo"], "fipo_clip_range": 0.3}, "--fipo-clip-range means nothing to --loss-type dapo"),
+        (
+            {"num_iterations": 1},
+            "each answer is learnt from only once, before the model changes. Add --num-iterations 2",
+        ),
+        ({"loss_type": ["dapo"], "fipo_clip_range": 0.3}, "--fipo-clip-range does not apply to --loss-type dapo"),
         (
             {"fipo_clip_range": 0.0, "fipo_clip_high_only": False},
-            "--fipo-clip-high-only means nothing without --fipo-clip-range above 0",
+            "--fipo-clip-high-only has no effect without --fipo-clip-range above 0",
         ),
         ({"teacher_model": "t"}, "--loss-type fipo and --teacher-model"),
-        ({"importance_sampling_level": "sequence"}, "--importance-sampling-level means nothing to --loss-type fipo"),
+        ({"importance_sampling_level": "sequence"}, "--importance-sampling-level does not apply to --loss-type fipo"),
     ],
 )
 def test_where_it_decides_nothing_it_is_refused(options: dict[str, Any], text: str) -> None:

@@ -652,7 +652,7 @@ def test_a_file_that_is_lost_later_does_not_end_the_run(tmp_path: Path, pictured
             [],
         ),
         (PAIRS[0], "--precompute-ref", ["--precompute-ref"]),
-        (CHAT, "is a model of text, and these rows have files", ["--rlhf-type", "gkd", "--teacher-model", "TEXT"]),
+        (CHAT, "is a text model, but these rows have files", ["--rlhf-type", "gkd", "--teacher-model", "TEXT"]),
         (PAIRS[0], "is a model of text", ["--model", "tiny"]),
         (PAIRS[0], "Every row is longer than --max-length 8", ["--max-length", "8"]),
     ],
@@ -669,7 +669,7 @@ def test_what_cannot_be_trained_on_is_told_before(
 def test_a_teacher_that_reads_files_otherwise_is_told_before(
     tmp_path: Path, pictured: Path, seeing: Path, tiny_models: Any
 ) -> None:
-    said = "has a Qwen3VLProcessor, and .* a Qwen2_5_VLProcessor. .* take one of the same family"
+    said = "has a Qwen3VLProcessor, and .* a Qwen2_5_VLProcessor. .* use a model of the same family"
     argv = ["--rlhf-type", "gkd", "--teacher-model", str(tiny_models("qwen3_vl")), "--media-root", str(pictured)]
     with pytest.raises(ConfigError, match=said):
         prepared(tmp_path, [CHAT], "--model", str(seeing), *argv)
@@ -729,7 +729,9 @@ def test_a_file_that_is_lost_before_a_run_goes_on_is_named(tmp_path: Path, pictu
     argv = ["--model", str(seeing), "--rlhf-type", "grpo", "--media-root", str(own), "--reward-funcs", "length"]
     rows = prepared(tmp_path, PROMPTS * 8, *argv).rows
     (own / "a.png").unlink()
-    with pytest.raises(DataError, match=r"rows.jsonl:4: a file is lost, and answers about it are still to be learnt"):
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:4: a file is missing, and answers about it still have to be learnt"
+    ):
         Prompted(rows).given([1, 3], 100, 0, torch.device("cpu"))
 
 

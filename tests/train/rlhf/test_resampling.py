@@ -150,5 +150,5 @@ def test_all_answers_are_written_down_however_rarely_a_run_logs(
 
 def test_how_often_means_nothing_without_it() -> None:
     options = {"rlhf_type": "grpo", "reward_funcs": ["length"], "max_resample_times": 2}
-    with pytest.raises(ConfigError, match="--max-resample-times means nothing without --dynamic-sample"):
+    with pytest.raises(ConfigError, match="--max-resample-times has no effect without --dynamic-sample"):
         check_variant(RlhfConfig(model="x", dataset=["x"], **options))

@@ -59,7 +59,7 @@ def test_a_question_in_plain_text_is_told_of_where_the_model_has_a_chat_template
         return caplog.text
 
     said = told({"prompt": "2+2?"}, PROMPTS, Words())
-    assert "rows.jsonl:1: 'prompt' is plain text, which does not go through the model's chat template" in said
+    assert "rows.jsonl:1: 'prompt' is plain text, to which the chat template is not applied" in said
     assert "--columns query=prompt" in said
     assert not told({"prompt": "2+2?"}, PROMPTS, type("Base", (Words,), {"chat_template": None})())
     assert not told({"query": "2+2?"}, PROMPTS, Words())
@@ -81,7 +81,9 @@ def test_a_prompt_behind_which_an_answer_goes_on_is_told_by_its_line(tmp_path: P
     )
     rows = read_rows([str(tmp_path / "rows.jsonl")], form=PAIRS)
     of_form = type("OfForm", (Words,), {"chat_template": with_agent(Words.chat_template, "react_en")})()
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: its answer goes on behind a result of a tool"):
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:1: with this --agent-template its answer continues after a tool result"
+    ):
         encode(RlhfConfig(rlhf_type="dpo"), rows, of_form)
     assert len(encode(RlhfConfig(rlhf_type="dpo"), rows, Words())) == 1
 
@@ -99,8 +101,8 @@ def test_what_only_a_teacher_is_to_be_asked_is_not_passed_over(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("marks", "said"),
     [
-        ({1: {"loss": True}}, r"messages\[1\] has 'loss': true, and gkd learns the last answer alone"),
-        ({1: {"weight": 1}}, r"messages\[1\] has 'loss': true, and gkd learns the last answer alone"),
+        ({1: {"loss": True}}, r"messages\[1\] has 'loss': true, but gkd learns only the last answer"),
+        ({1: {"weight": 1}}, r"messages\[1\] has 'loss': true, but gkd learns only the last answer"),
         ({1: {"loss": True}, 3: {"loss": False}}, "its last answer has 'loss': false, and gkd learns no other"),
         ({3: {"weight": 0.5}}, r"'weight' of messages\[3\] must be 0 or 1 here, where all that is learnt weighs alike"),
     ],
@@ -136,7 +138,7 @@ def test_texts_among_conversations(tmp_path: Path) -> None:
     chat = {"query": "2+2?", "response": "4", "rejected_response": "5"}
     said = refusal(tmp_path, "dpo", PAIRS, chat, text)
     assert "rows.jsonl:2 is plain text and " in said
-    assert "rows.jsonl:1 is a conversation, and a run takes one of the two" in said
+    assert "rows.jsonl:1 is a conversation, and a run cannot mix the two" in said
 
 
 @pytest.mark.parametrize("kind", ["dpo", "rm", "kto", "grpo", "orpo"])

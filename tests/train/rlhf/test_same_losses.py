@@ -234,7 +234,7 @@ def test_what_may_be_set_of_trl_is_there(run: Any) -> None:
     ("given", "text"),
     [
         ({"top_entropy_quantil": 0.2}, "Did you mean top_entropy_quantile?"),
-        ({"beta": 0.2}, "an option of its own, --beta"),
+        ({"beta": 0.2}, "use the option --beta"),
         ({"model_init_kwargs": "x"}, "no such argument here"),
         ({"entropy_coef": "x"}, "should be a number"),
         ({"use_adaptive_entropy": 1}, "should be yes or no"),
@@ -378,7 +378,7 @@ def test_experts_are_balanced_over_whole_rows(rlhf: Any, experts: Path) -> None:
 def test_experts_are_not_balanced_inside_of_reentrant_checkpointing(rlhf: Any, experts: Path, kind: str) -> None:
     again = {"max_steps": 1, "gradient_checkpointing": True, "model": str(experts)}
     balanced = {**again, "router_aux_loss_coef": 0.5}
-    with pytest.raises(ConfigError, match=f"the loss of {kind} has a term that balances the experts"):
+    with pytest.raises(ConfigError, match=f"the loss of {kind} has a load-balancing term for the experts"):
         rlhf(1, [{**balanced, "checkpointing_reentrant": True}], *COMMON, *ALGORITHMS[kind])
     assert rlhf(1, [balanced, {**again, "checkpointing_reentrant": True}], *COMMON, *ALGORITHMS[kind])
 

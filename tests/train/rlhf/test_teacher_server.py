@@ -164,20 +164,18 @@ def test_one_that_is_away_or_another_is_told_before_anything_is_loaded(
         looked_at(teacher, models, teacher_model_server=f"{teacher.address}/other")
     words = teacher.tokenizer
     monkeypatch.setattr(teacher, "tokenizer", SimpleNamespace(decode=lambda ids: words.decode([ids[0] + 1])))
-    with pytest.raises(
-        ConfigError, match=r"of teacher is '.*', and of .*policy '.*'. A teacher is given the tokens of"
-    ):
+    with pytest.raises(ConfigError, match=r"of teacher is '.*', and of .*policy '.*'. The teacher gets the tokens of"):
         looked_at(teacher, models)
     monkeypatch.undo()
     teacher.silent_of = 31
-    with pytest.raises(ConfigError, match="says nothing of token 31"):
+    with pytest.raises(ConfigError, match="returns no log-probability for token 31"):
         TeacherServer(teacher.address, 2).asked([[30, 31, 32]], 10)
     teacher.silent_of, few = -1, teacher.judged
     monkeypatch.setattr(teacher, "judged", lambda question: few({**question, "prompt_logprobs": 1}))
-    with pytest.raises(ConfigError, match=r"gives [12] log-probabilities of a token, and --gkd-logits-topk is 4"):
+    with pytest.raises(ConfigError, match=r"returns [12] log-probabilities per token, but --gkd-logits-topk is 4"):
         TeacherServer(teacher.address, 4).asked([[30, 31, 32]], 10)
     monkeypatch.setattr(teacher, "judged", lambda question: (200, {"choices": []}))
-    with pytest.raises(ConfigError, match=r"asked about 1 row\(s\) of \[3\] tokens and told of \[\]"):
+    with pytest.raises(ConfigError, match=r"got 1 row\(s\) of \[3\] tokens, but answered for \[\]"):
         TeacherServer(teacher.address, 0).asked([[30, 31, 32]], 10)
     monkeypatch.setattr(teacher, "judged", lambda question: (200, {"choices": [{"index": 0}]}))
     with pytest.raises(ConfigError, match="does not answer as vLLM does, but with"):
@@ -196,7 +194,7 @@ def test_a_line_that_breaks_is_asked_again(teacher: Teacher, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        ((401, {"error": "Unauthorized"}), r"answers 401: .*Unauthorized.*\nIt is asked without a key"),
+        ((401, {"error": "Unauthorized"}), r"answers 401: .*Unauthorized.*\nRequests have no key"),
         ((429, {"error": {"message": "wait"}}), r"no answer from .* \(429 Too Many Requests: .*wait"),
         ((200, "<html>"), r"no answer from .* \(but '<html>'\)"),
         ((200, {"choices": [{"index": 0, "prompt_logprobs": [None, {"31": {"logprob": math.nan}}]}]}), "but with {"),
@@ -278,14 +276,17 @@ def test_one_that_goes_away_ends_the_run_in_words(rlhf: Any, models: dict[str, P
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"teacher_model": "t"}, "--teacher-model-server http://t and --teacher-model: there is one teacher"),
-        ({"gkd_logits_topk": None}, "tells its likeliest tokens, and no whole distribution: add --gkd-logits-topk 64"),
-        ({"seq_kd": True}, "and --seq-kd: a server judges tokens"),
-        ({"teacher_model_server": '[{"url": "http://t"}]'}, "should be the address of one server"),
-        ({"rlhf_type": "dpo", "gkd_logits_topk": None}, "--teacher-model-server means nothing to --rlhf-type dpo"),
+        ({"teacher_model": "t"}, "--teacher-model-server http://t and --teacher-model: only one teacher can be used"),
+        (
+            {"gkd_logits_topk": None},
+            "returns only its likeliest tokens, not the full distribution: add --gkd-logits-topk 64",
+        ),
+        ({"seq_kd": True}, "and --seq-kd: a server scores tokens"),
+        ({"teacher_model_server": '[{"url": "http://t"}]'}, "must be the address of one server"),
+        ({"rlhf_type": "dpo", "gkd_logits_topk": None}, "--teacher-model-server does not apply to --rlhf-type dpo"),
         (
             {"rlhf_type": "grpo", "gkd_logits_topk": None, "temperature": 0.9, "lmbda": 0.5},
-            "Take --temperature 1",
+            "Use --temperature 1",
         ),
         ({"model_stages": {"teacher_model": 2}}, "there is no --teacher-model"),
     ],

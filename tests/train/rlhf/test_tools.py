@@ -227,14 +227,23 @@ def test_calls_that_all_fail_are_told_once(pools: Any, caller: Path, tmp_path: P
             ["--tools", f"{FUNCTIONS}:undescribed"],
             "because it has no docstring.\nThe model learns what",
         ),
-        (["--tools", f"{FUNCTIONS}:untyped"], "from the types of its arguments: write both."),
-        (["--tools", f"{FUNCTIONS}:one_by_one"], "one_by_one: it yields, and a call has one answer: return it."),
+        (["--tools", f"{FUNCTIONS}:untyped"], "its argument types: write both."),
+        (
+            ["--tools", f"{FUNCTIONS}:one_by_one"],
+            "one_by_one: it is a generator, but a call has one result: use return.",
+        ),
         (["--tools", f"{FUNCTIONS}:add", "--use-vllm"], "--tools and --use-vllm: TRL asks the server for all ranks"),
-        (["--tools", f"{FUNCTIONS}:add", "--rlhf-type", "rloo"], "--tools means nothing to --rlhf-type rloo"),
-        (["--tools", f"{FUNCTIONS}:add", "--chat-template", "chatml"], "has no words for calls of functions"),
-        (["--tools", f"{FUNCTIONS}:add", "--chat-template", "TEMPLATE"], "TRL does not know how answers in the chat"),
-        (["--tools", f"{FUNCTIONS}:add", "--dataset", "OWN"], "it has tools, which nothing runs, and --tools names"),
-        (["--tools", f"{FUNCTIONS}:add", "--dataset", "TEXT"], "it is plain text, and functions are called in conv"),
+        (["--tools", f"{FUNCTIONS}:add", "--rlhf-type", "rloo"], "--tools does not apply to --rlhf-type rloo"),
+        (["--tools", f"{FUNCTIONS}:add", "--chat-template", "chatml"], "does not support function calls"),
+        (["--tools", f"{FUNCTIONS}:add", "--chat-template", "TEMPLATE"], "TRL cannot parse function calls in the chat"),
+        (
+            ["--tools", f"{FUNCTIONS}:add", "--dataset", "OWN"],
+            "it has its own tools, which cannot be run, and --tools names",
+        ),
+        (
+            ["--tools", f"{FUNCTIONS}:add", "--dataset", "TEXT"],
+            "it is plain text, and functions are only called in conv",
+        ),
     ],
 )
 def test_what_cannot_be_called_is_refused(caller: Path, tmp_path: Path, options: list[str], words: str) -> None:
@@ -256,7 +265,7 @@ def test_lists_that_functions_return_are_told() -> None:
     assert near(2) == asyncio.run(later(2)) == "[1, 3]"
     assert parts(2) == "2"
     assert places(2) == "[{'type': 'inn', 'rooms': 2}]"
-    with pytest.raises(ValueError, match="it returned a picture, and answers go on with text only"):
+    with pytest.raises(ValueError, match="it returned a picture, but answers can continue with text only"):
         picture(2)
     assert get_json_schema(near)["function"]["parameters"]["required"] == ["a"]
 
@@ -280,11 +289,11 @@ def test_half_a_character_is_told_as_a_mark() -> None:
 
 
 def test_functions_that_call_themselves_the_same_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"near .*:also_near: both functions call themselves _near \(__name__\)"):
+    with pytest.raises(ConfigError, match=r"near .*:also_near: both functions have the __name__ _near"):
         load_tools([f"{FUNCTIONS}:near", f"{FUNCTIONS}:also_near"])
 
 
 def test_how_often_to_call_means_nothing_without_functions() -> None:
     options = {"rlhf_type": "grpo", "reward_funcs": ["length"], "max_tool_calling_iterations": 2}
-    with pytest.raises(ConfigError, match="--max-tool-calling-iterations means nothing without --tools"):
+    with pytest.raises(ConfigError, match="--max-tool-calling-iterations has no effect without --tools"):
         check_variant(RlhfConfig(model="x", dataset=["x"], **options))

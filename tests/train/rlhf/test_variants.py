@@ -29,7 +29,7 @@ JUDGED: dict[str, Any] = {"keep_best": True, "eval_steps": 1, "val_split": 0.5}
 @pytest.mark.parametrize(
     ("given", "repair", "said"),
     [
-        (DPO | {"label_smoothing": 0.1}, {"loss_type": ["robust"]}, "--label-smoothing means nothing to .* sigmoid;"),
+        (DPO | {"label_smoothing": 0.1}, {"loss_type": ["robust"]}, "--label-smoothing does not apply to .* sigmoid;"),
         (DPO | {"loss_type": ["exo_pair"]}, {"label_smoothing": 1e-3}, "exo_pair needs a --label-smoothing above 0"),
         (DPO | {"loss_type": ["robust"], "label_smoothing": 0.5}, {"label_smoothing": 0.4}, "below 0.5, not 0.5"),
         (DPO | {"loss_weights": [1.0, 0.1]}, {"loss_type": ["sigmoid", "sft"]}, "has 2 weight.s. for 1 --loss-type"),
@@ -48,34 +48,42 @@ JUDGED: dict[str, Any] = {"keep_best": True, "eval_steps": 1, "val_split": 0.5}
             {"loss_type": ["ipo"]},
             "f_divergence_type=js_divergence and --loss-type nca_pair: it is for sigmoid, ",
         ),
-        (DPO | {"trl_arguments": {"ref_model_mixup_alpha": 0.5}}, {"sync_ref_steps": 2}, "nothing without --sync-ref"),
-        ({"rlhf_type": "cpo", "loss_type": ["ipo"], "label_smoothing": 0.1}, {"loss_type": []}, "nothing to .* ipo;"),
+        (
+            DPO | {"trl_arguments": {"ref_model_mixup_alpha": 0.5}},
+            {"sync_ref_steps": 2},
+            "no effect without --sync-ref",
+        ),
+        (
+            {"rlhf_type": "cpo", "loss_type": ["ipo"], "label_smoothing": 0.1},
+            {"loss_type": []},
+            "does not apply to .* ipo;",
+        ),
         (
             {"rlhf_type": "cpo", "loss_type": ["alphapo"], "cpo_alpha": 0.5},
             {"loss_type": ["simpo"]},
-            "--cpo-alpha means nothing to --loss-type alphapo",
+            "--cpo-alpha does not apply to --loss-type alphapo",
         ),
-        (GRPO | {"loss_type": ["sapo"], "delta": 2.0}, {"loss_type": []}, "--delta means nothing to --loss-type sapo"),
+        (GRPO | {"loss_type": ["sapo"], "delta": 2.0}, {"loss_type": []}, "--delta does not apply to --loss-type sapo"),
         (
             GRPO | {"loss_type": ["vespo"], "epsilon": 0.1},
             {"loss_type": ["grpo"]},
-            "--epsilon means nothing to .* vesp",
+            "--epsilon does not apply to .* vesp",
         ),
         (
             GRPO | {"trl_arguments": {"sapo_temperature_pos": 2.0}},
             {"loss_type": ["sapo"]},
-            "sapo_temperature_pos=2.0 means nothing to --loss-type dapo; it is for sapo",
+            "sapo_temperature_pos=2.0 does not apply to --loss-type dapo; it is for sapo",
         ),
-        (GRPO | {"trl_arguments": {"use_bias_correction_kl": True}}, {"beta": 0.1}, "nothing without --beta above 0"),
+        (GRPO | {"trl_arguments": {"use_bias_correction_kl": True}}, {"beta": 0.1}, "no effect without --beta above 0"),
         (
             DPO | {"trl_arguments": {"f_alpha_divergence_coef": 0.5}},
             {"trl_arguments": {"f_alpha_divergence_coef": 0.5, "f_divergence_type": "alpha_divergence"}},
-            "nothing without --trl-arguments f_divergence_type=alpha_divergence",
+            "no effect without --trl-arguments f_divergence_type=alpha_divergence",
         ),
         (
             GRPO | {"trl_arguments": {"entropy_target": 0.5}},
             {"trl_arguments": {"entropy_target": 0.5, "use_adaptive_entropy": True}},
-            "nothing without --trl-arguments use_adaptive_entropy=yes",
+            "no effect without --trl-arguments use_adaptive_entropy=yes",
         ),
         (
             DPO | {"trl_arguments": {"f_divergence_type": "js"}},  # TRL looks at it in the first step
@@ -92,7 +100,7 @@ JUDGED: dict[str, Any] = {"keep_best": True, "eval_steps": 1, "val_split": 0.5}
         (
             {"rlhf_type": "gkd", "teacher_model": "t", "beta": 5.0},
             {"beta": 1.0},
-            "--beta 5: in gkd it goes from 0, .* to 1",
+            "--beta 5: in gkd it must be between 0, .* and 1",
         ),
         ({"rlhf_type": "cpo", "cpo_alpha": 0.0, "beta": 0.0}, {"beta": 0.1}, "--beta 0: the loss of cpo"),
         (
@@ -105,20 +113,24 @@ JUDGED: dict[str, Any] = {"keep_best": True, "eval_steps": 1, "val_split": 0.5}
             {"trl_arguments": {"ld_alpha": 1}},
             "=-0.5: should be from 0 to 1",
         ),
-        (GRPO | {"reward_weights": [0.0]}, {"reward_weights": [0.5]}, "--reward-weights are all 0: nothing"),
+        (GRPO | {"reward_weights": [0.0]}, {"reward_weights": [0.5]}, "--reward-weights are all 0, so nothing"),
         (
             DPO | {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.0, 0.0]},
             {"loss_weights": [0.0, 1.0]},
-            "--loss-weights are all 0: nothing",
+            "--loss-weights are all 0, so nothing",
         ),
         ({"rlhf_type": "simpo", "cpo_alpha": 1.0, "beta": 0.0}, {"beta": None}, "--beta 0: the loss of simpo"),
-        ({"rlhf_type": "cpo", "loss_type": ["alphapo"], "beta": 0.0}, {"beta": 0.1}, "--beta 0: .* or divides by it"),
-        ({"rlhf_type": "orpo", "frozen_stage": 0}, {"rlhf_type": "dpo"}, "--frozen-stage means nothing to .* orpo"),
-        (GRPO | {"model_stages": {"ref_model": 0}}, {"beta": 0.1}, "has a reference with a --beta above 0 only"),
+        (
+            {"rlhf_type": "cpo", "loss_type": ["alphapo"], "beta": 0.0},
+            {"beta": 0.1},
+            "--beta 0: .* or divides by --beta",
+        ),
+        ({"rlhf_type": "orpo", "frozen_stage": 0}, {"rlhf_type": "dpo"}, "--frozen-stage does not apply to .* orpo"),
+        (GRPO | {"model_stages": {"ref_model": 0}}, {"beta": 0.1}, "has a reference only with --beta above 0"),
         (
             GRPO | {"rlhf_type": "rloo", "beta": 0.0, "model_stages": {"ref_model": 0}},
             {"beta": None},  # TRL's, which is not 0
-            "rloo has a reference with a --beta above 0 only",
+            "rloo has a reference only with --beta above 0",
         ),
         (
             {"rlhf_type": "gkd", "teacher_model": "t", "keep_best": True, "best_metric": "reward"},

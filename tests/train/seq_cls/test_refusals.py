@@ -40,14 +40,14 @@ def check(**options: Any) -> None:
         ({"train_parts": ["talker"]}, "--train-parts talker: a talker does not produce scores"),
         ({"plain": True, "chat_template": "chatml"}, "--plain leaves the chat template out"),
         ({"dataset": ["stdlib"]}, "needs rows with a 'label'"),
-        ({"label_names": []}, "Say --num-labels N, or name them"),
-        ({"label_names": ["a", "a"]}, "'a' stands there twice"),
+        ({"label_names": []}, "add --num-labels N, or name them"),
+        ({"label_names": ["a", "a"]}, "'a' is listed twice"),
         ({"label_names": ["no.txt"]}, "--label-names no.txt cannot be read"),
         ({"num_labels": 2}, "--num-labels 2, and --label-names has 3"),
-        ({"label_names": [], "num_labels": 1, "problem_type": SINGLE}, "nothing to tell apart"),
+        ({"label_names": [], "num_labels": 1, "problem_type": SINGLE}, "nothing to classify"),
         ({"best_metric": "f1", **JUDGED}, "--best-metric f1: an evaluation has loss, accuracy, macro_f1"),
-        ({"problem_type": REGRESSION, "best_metric": "mae", **JUDGED}, "of what is no loss more is better"),
-        ({"metrics": ["accuracy"], "val_split": 0.1}, "an evaluation has that anyway"),
+        ({"problem_type": REGRESSION, "best_metric": "mae", **JUDGED}, "metrics other than losses are maximised"),
+        ({"metrics": ["accuracy"], "val_split": 0.1}, "evaluations already report a metric of that name"),
         (
             {"task": "causal_lm"},
             "--label-names applies to classifiers, and this run learns answers: add --task seq_cls",
@@ -82,7 +82,7 @@ def test_labels_come_from_options_a_file_or_the_model(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(said))
     assert labels(model=str(folder)) == labels_in(folder) == Labels(("a", "b"), MULTI)
     assert labels(model=str(folder), label_names=["x", "y"]).names == ("x", "y")
-    with pytest.raises(ConfigError, match="tells 2 labels apart already"):
+    with pytest.raises(ConfigError, match="already has 2 labels"):
         labels(model=str(folder), num_labels=3)
     (folder / "config.json").write_text(json.dumps({"architectures": ["XForSequenceClassification"]}))
     assert labels_in(folder) == Labels.numbered(2)

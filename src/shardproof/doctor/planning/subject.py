@@ -290,7 +290,7 @@ def kinds_of(model: Any, config: PlanConfig) -> list[Checkpointing]:
         return kinds
     if config.gradient_checkpointing != ["both"]:
         raise ConfigError(
-            f"--gradient-checkpointing: a {type(inner).__name__} cannot compute its activations again. Leave it out."
+            f"--gradient-checkpointing: a {type(inner).__name__} cannot recompute its activations. Leave it out."
         )
     return [False]
 

@@ -137,8 +137,8 @@ def _check_head(model: Any, targets: Sequence[str], parameters: Sequence[str]) -
     if name and (named or weight):
         given = f"--target-modules {' '.join(targets)}" if named else f"--target-parameters {' '.join(parameters)}"
         raise ConfigError(
-            f"{given}: TRL takes the weight of the head, {name}, without adapters on it,"
-            f" which would not be trained. Leave it out, or train all of it: --modules-to-save"
+            f"{given}: TRL uses the weight of the head, {name}, without its adapters, so they would not be trained."
+            f" Leave it out, or train the full head: --modules-to-save"
             f" {name.rpartition('.')[2]}."
         )
 
@@ -147,7 +147,7 @@ def _check_pattern(pattern: str, names: Sequence[str]) -> None:
     check_pattern("--target-modules", pattern)
     if not any(re.fullmatch(pattern, name) for name in names):
         raise ConfigError(
-            f"--target-modules {pattern}: no module's whole name is such. They are like {names[len(names) // 2]}."
+            f"--target-modules {pattern}: no module has that full name. Names are like {names[len(names) // 2]}."
         )
 
 

@@ -35,14 +35,14 @@ def check_beginning(config: RunConfig) -> None:
     if kind is None:
         return
     if config.adapters:
-        raise ConfigError(f"--init-lora-weights {kind} is of new adapters, and those of --adapters have begun.")
+        raise ConfigError(f"--init-lora-weights {kind} applies to new adapters, and those of --adapters already exist.")
     if config.quantize and kind != "gaussian":
         raise ConfigError(
-            f"--init-lora-weights {kind} and --quantize: PEFT wants weights that are not packed for it. Leave one of"
-            " them out, or take gaussian."
+            f"--init-lora-weights {kind} and --quantize: PEFT needs unpacked weights for it. Leave one of them out,"
+            f" or use gaussian."
         )
     if kind == "orthogonal" and config.lora_rank % 2:
-        raise ConfigError(f"--init-lora-weights orthogonal wants an even rank, and --lora-rank is {config.lora_rank}.")
+        raise ConfigError(f"--init-lora-weights orthogonal needs an even rank, but --lora-rank is {config.lora_rank}.")
 
 
 def check_layers_begin(model: Any, places: Places, config: RunConfig) -> None:

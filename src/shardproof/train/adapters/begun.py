@@ -53,13 +53,13 @@ def adapter_folder(named: str, option: str = "--adapters") -> Path:
     path = Path(named).expanduser()
     if not path.is_dir():
         raise ConfigError(
-            f"{option} {named}: there is no such folder. Name a run of adapters, or a folder with an {ADAPTER}; one of "
-            "the hub is fetched by 'hf download OWNER/NAME --local-dir FOLDER'."
+            f"{option} {named}: there is no such folder. Name a run of adapters, or a folder with an {ADAPTER}; to"
+            f" fetch one from the hub: 'hf download OWNER/NAME --local-dir FOLDER'."
         )
     if (path / MANIFEST).is_file():
         raise ConfigError(
-            f"{option} {named} is a checkpoint. Go on with its run by --resume {shlex.quote(str(named))}, or "
-            f"make a model of it: {exported(named)}."
+            f"{option} {named} is a checkpoint. Continue its run with --resume {shlex.quote(str(named))}, or export"
+            f" it as a model: {exported(named)}."
         )
     folder = path / MODEL if (path / MODEL / ADAPTER).is_file() else path
     if not (folder / ADAPTER).is_file():
@@ -73,11 +73,11 @@ def adapter_folder(named: str, option: str = "--adapters") -> Path:
     kind = str(said.get("peft_type"))
     if kind.lower() not in (LORA, *KINDS) or (kind.lower() == ADALORA and option != "--adapters"):
         instead = f"They are {NEVER_MERGED}" if kind in BESIDE else f"Merge them first: {exported(named)}"
-        raise ConfigError(f"{option} {named}: these are {kind}, which is not trained on here. {instead}.")
+        raise ConfigError(f"{option} {named}: these are {kind}, whose training cannot be continued here. {instead}.")
     if (begun_as := str(said.get("init_lora_weights")).lower()).startswith(CHANGING):
         raise ConfigError(f"{option} {named}: {not_of_base(begun_as)}")
     if begun_as == "mica":
-        raise ConfigError(f"{option} {named}: of MiCA's two matrices one is trained, and here both are.")
+        raise ConfigError(f"{option} {named}: MiCA trains one of its two matrices, but these train both.")
     return folder
 
 
@@ -102,15 +102,15 @@ def begun(config: Config) -> Config:
     given = config.model_fields_set
     if config.tuner == "full" and "tuner" in given:
         raise ConfigError(
-            "--adapters and --tuner full: adapters are trained, and the model stays as it is. To train all of it, merge"
+            "--adapters and --tuner full: with adapters, the model itself is not trained. To train all of it, merge"
             f" them first: {exported(config.adapters)}."
         )
     said = said_of(folder)
     together = [name for name in ("packing", "padding_free") if getattr(config, name, False)]
     if said.get("alora_invocation_tokens") and together:
         raise ConfigError(
-            f"--adapters {config.adapters}: they begin at tokens (alora_invocation_tokens), which PEFT looks for once"
-            f" in a row of a batch. Leave {flag(together[0])} out."
+            f"--adapters {config.adapters}: they start at tokens (alora_invocation_tokens) that PEFT looks for once"
+            f" per row of a batch. Leave {flag(together[0])} out."
         )
     kind = str(said["peft_type"]).lower()
     found: dict[str, Any] = {"tuner": kind, "adapters": str(folder.absolute())}
@@ -149,8 +149,8 @@ def check_reference(config: RlhfConfig) -> None:
         if mine[name] != theirs[name] and "init" not in name and "dropout" not in name:
             raise ConfigError(
                 f"--ref-adapters {config.ref_adapters}: they were made with {name}={theirs[name]}, and those of"
-                f" --adapters with {mine[name]}. The reference is made as these are. Name others that are, or leave it"
-                " out: these, before training."
+                f" --adapters with {mine[name]}. Both must match. Name matching ones, or leave it out: the reference"
+                f" is then --adapters before training."
             )
 
 

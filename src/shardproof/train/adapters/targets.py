@@ -136,8 +136,8 @@ class _Idle:
         of_modules = ((path, part) for path, part in self._part_of.items() if path.startswith(tuple(idle)))
         where = ", ".join(dict.fromkeys(part for _, part in of_modules))
         raise ConfigError(
-            f"--target-modules {' '.join(config.target_modules)}: all of this is in parts that are not trained,"
-            f" {where}. Train them (--freeze, --train-parts), or name others: the parts that are trained are"
+            f"--target-modules {' '.join(config.target_modules)}: all of these are in parts that are not trained,"
+            f" {where}. Train those parts (--freeze, --train-parts), or name other modules: the trained parts are"
             f" {', '.join(self._parts)}."
         )
 
@@ -330,7 +330,7 @@ def _check_parameters(model: Any, names: Sequence[str], modules: Sequence[str], 
         within = next((name for name in found if _within(name.rpartition(".")[0], whole)), None)
         if within:
             raise ConfigError(
-                f"--target-parameters {end}: {within} is in a module that is trained whole (--modules-to-save"
+                f"--target-parameters {end}: {within} is in a module that is trained in full (--modules-to-save"
                 f" {' '.join(whole)}). Leave one of them out."
             )
         if found and all(name in able for name in found):
@@ -372,8 +372,8 @@ def tell_of_left_out(model: Any, places: Places, parts: Sequence[str], whole: Se
     left = dict.fromkeys(_end(name) for name in still if part_of[name] in parts)
     if left:
         log.warning(
-            "The experts get no adapters: they are tensors, and no linear layers. To adapt them, too, add"
-            " --target-parameters %s; to leave them out without a word, name layers in --target-modules.",
+            "The experts get no adapters: they are tensors, not linear layers. To adapt them too, add"
+            " --target-parameters %s; to silence this warning, name layers in --target-modules.",
             " ".join(left),
         )
 

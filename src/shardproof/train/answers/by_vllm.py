@@ -29,8 +29,8 @@ def check_vllm() -> None:
     """Raise ConfigError where vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "--backend vllm: the package vllm is not installed here: pip install vllm.\nWithout --backend the answers "
-            "are written by transformers."
+            "--backend vllm: the package vllm is not installed here: pip install vllm.\nLeave --backend out to"
+            " generate with transformers."
         )
 
 
@@ -63,7 +63,7 @@ class ByVllm(Chat):
         self._options |= {"tensor_parallel_size": processes}
         if (folder / ADAPTER).is_file():
             raise ConfigError(
-                f"--backend vllm is given whole models, and {folder} has adapters.\nMerge them, and ask the result: "
+                f"--backend vllm needs a full model, and {folder} has adapters.\nMerge them, and use the result: "
                 f"shardproof export {folder.parent} FOLDER, then infer FOLDER --backend vllm."
             )
         super().__init__(folder, *how, agent=agent, prefix=prefix)
@@ -74,16 +74,15 @@ class ByVllm(Chat):
 
         if self.processing is not self.tokenizer:
             raise ConfigError(
-                f"--backend vllm is asked about text alone, and the model in {self.folder} takes files, too. Leave "
-                "--backend out."
+                f"--backend vllm takes text only, and the model in {self.folder} also takes files. Leave --backend out."
             )
         source, own = str(self.folder), {"generation_config": "vllm", "trust_remote_code": self._trusted}
         try:
             self._engine = LLM(source, tokenizer=source, **own, **self._options)
         except Exception as error:  # whatever vLLM raises, and its processes
             raise ConfigError(
-                f"vLLM cannot load the model in {source}: {first_line(error)}\nWithout --backend vllm transformers "
-                "answers."
+                f"vLLM cannot load the model in {source}: {first_line(error)}\nLeave --backend vllm out to generate"
+                f" with transformers."
             ) from error
 
     def _begin(self, named: str) -> Any:
@@ -139,8 +138,8 @@ class WritesByVllm(Tells):
         """
         if why := self.lacks_room(prompt):
             raise ConfigError(
-                f"{why[0].upper()}{why[1:]}. Ask something shorter, or give a larger --vllm-max-model-len if the model"
-                " is made for it."
+                f"{why[0].upper()}{why[1:]}. Shorten the prompt, or raise --vllm-max-model-len if the model supports"
+                f" it."
             )
         return min(wanted, self.limit - prompt)
 

@@ -85,7 +85,7 @@ class Chat(Loaded):
     ) -> None:
         if judges(folder):
             raise ConfigError(
-                f"The model in {folder} rewards answers, and writes none: rlhf takes it as --reward-model."
+                f"The model in {folder} scores answers and cannot generate them. Use it as --reward-model of rlhf."
             )
         super().__init__(folder, partial(causal_lm, plugins=plugins, model_type=model_type), trust_remote_code, stage)
         self.plain, self._media, self.prefix = plain, media or SftConfig(), prefix
@@ -93,8 +93,8 @@ class Chat(Loaded):
         if not plain and not self.tokenizer.chat_template:
             raise ConfigError(
                 f"The tokenizer in {folder} has no chat template.\n"
-                "Give one with --chat-template ('chatml', a file or the template itself), or add --plain, which has the"
-                " prompt continued as it stands."
+                "Give one with --chat-template ('chatml', a file or the template itself), or add --plain to continue"
+                " the prompt as it is."
             )
         self.load()
         self._writer = self._begin(f"the model in {folder}")
@@ -265,8 +265,8 @@ class Chat(Loaded):
         if self.takes_files(questions[0]):
             return BatchFeature(self.with_files(questions[0]))
         if kind := next((part["type"] for question in questions for part in parts_of(question.messages)), None):
-            what = "this model takes" if self.processing is self.tokenizer else "what is continued as it stands is"
-            raise ConfigError(f"There is a file of kind {kind}, and {what} text only.")
+            what = "this model takes" if self.processing is self.tokenizer else "a prompt that is continued can be"
+            raise ConfigError(f"The prompt has a file of type {kind}, but {what} text only.")
         if questions[0].plain:
             begin = begin_of_text(self.tokenizer)  # which it puts there by itself
             texts = [question.messages[-1]["content"].removeprefix(begin) + self.prefix for question in questions]

@@ -106,7 +106,7 @@ def check_answering(config: SftConfig) -> None:
             raise ConfigError(f"--predict-with-generate and {other}: {why}. Leave one of them out.")
     check_names(config.answer_metrics)
     if taken := next((name for name in metrics_of(config) if name in ("loss", *config.metrics)), None):
-        raise ConfigError(f"--answer-metrics {taken}: an evaluation has that anyway. Give yours another name.")
+        raise ConfigError(f"--answer-metrics {taken}: evaluations already report a metric of that name. Rename yours.")
 
 
 def answer_metrics(names: Sequence[str], plugins: Plugins) -> dict[str, Metric]:

@@ -153,7 +153,7 @@ def write_lines(
         ConfigError: the file is there already.
     """
     if model.shared(file.exists):
-        raise ConfigError(f"{file} is there already. Name another file with --result-path, or move it.")
+        raise ConfigError(f"{file} exists already. Name another file with --result-path, or move it.")
     if model.first:
         file.parent.mkdir(parents=True, exist_ok=True)
     rank, ranks = model.place

@@ -95,8 +95,8 @@ class Writer(Tells):
         self._inner = without_adapters(model)
         if not callable(getattr(self._inner, "generate", None)):
             raise ConfigError(
-                f"{type(self._inner).__name__} writes no answers: it has no generate(). Derive it from "
-                "transformers.GenerationMixin, too."
+                f"{type(self._inner).__name__} cannot generate: it has no generate(). Derive it from"
+                f" transformers.GenerationMixin as well."
             )
         # transformers' cache is one of layers, and asks the config how many there are.
         self.remembers = hasattr(self._inner.config.get_text_config(decoder=True), "num_hidden_layers")
@@ -123,7 +123,7 @@ class Writer(Tells):
         if limit is None or prompt + wanted <= limit:
             return wanted
         if why := self.lacks_room(prompt):
-            raise ConfigError(f"{why[0].upper()}{why[1:]}. Ask something shorter.")
+            raise ConfigError(f"{why[0].upper()}{why[1:]}. Shorten the prompt.")
         return limit - prompt
 
     def write(
@@ -212,6 +212,6 @@ class Writer(Tells):
             )
             place = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
             raise ConfigError(
-                f"{kind.__name__} cannot be asked by transformers' generate(): {first_line(error)} ({place.filename}, "
+                f"{kind.__name__} does not work with transformers' generate(): {first_line(error)} ({place.filename}, "
                 f"line {place.lineno})."
             ) from error

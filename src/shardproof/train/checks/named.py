@@ -38,7 +38,7 @@ def check_model(config: RunConfig) -> None:
         check_model_source(config.model)
     except ConfigError as error:
         if command := with_its_options(config, "--model", "FOLDER"):
-            raise ConfigError(f"{error}\nIf it lies elsewhere now, name that folder: {command}") from None
+            raise ConfigError(f"{error}\nIf it has moved, name its new folder: {command}") from None
         raise
 
 

@@ -24,7 +24,7 @@ def check_scheduler(config: RunConfig) -> None:
             raise ConfigError(f"--lr-scheduler-kwargs {name}: {config.lr_scheduler} has no such argument.{hint}")
         if given[name] < 0 or (given[name] == 0 and name == "timescale"):
             least = "more than 0" if name == "timescale" else "0 or more"
-            raise ConfigError(f"--lr-scheduler-kwargs {name}={given[name]:g}: it should be {least}.")
+            raise ConfigError(f"--lr-scheduler-kwargs {name}={given[name]:g}: it must be {least}.")
     if config.lr_scheduler == "polynomial" and config.rate <= (end := given.get("lr_end", 1e-7)):
         raise ConfigError(
             f"--lr-scheduler polynomial falls to lr_end, which is {end:g}, and --learning-rate {config.rate:g} is not"

@@ -117,7 +117,7 @@ def _check_modules(model: str, way: str) -> None:
     """Raise ConfigError for a model that makes vectors by more than there is here (EmbeddingGemma's `Dense`)."""
     names = [str(module.get("type", "")).rpartition(".")[2] for module in content_of(model, MODULES) or []]
     if more := sorted({*names} - {*KNOWN}):
-        raise ConfigError(f"The model {model} makes its vectors by {', '.join(more)}, too ({MODULES}). {way}")
+        raise ConfigError(f"The model {model} also applies {', '.join(more)} to its vectors ({MODULES}). {way}")
 
 
 def _pooling(said: dict[str, Any], model: str) -> str:

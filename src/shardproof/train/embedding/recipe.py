@@ -38,13 +38,13 @@ def check(config: SftConfig, world_size: int) -> Batch:
         raise ConfigError("--task embedding needs rows with a 'positive': name a file of them with --dataset.")
     loss = loss_of(config)
     if loss not in MEASURES:
-        raise ConfigError(f"--task embedding and --loss {loss}: there is {', '.join(MEASURES)}.")
+        raise ConfigError(f"--task embedding and --loss {loss}: the loss must be one of {', '.join(MEASURES)}.")
     if config.loss_temperature is not None and loss != INFONCE:
         raise ConfigError(f"--loss-temperature needs --loss {INFONCE}, and --loss is {loss}. Leave it out.")
     if loss == INFONCE and config.deterministic:
         raise ConfigError(
-            "--deterministic and --loss infonce: a row is a negative of others, whose gradients another number of"
-            " processes adds in another order. Leave one of them out."
+            "--deterministic and --loss infonce: rows are negatives for each other, and the order in which their"
+            " gradients are added depends on the number of processes. Leave one of them out."
         )
     if loss == INFONCE and config.min_processes:
         raise ConfigError(
@@ -57,7 +57,7 @@ def check(config: SftConfig, world_size: int) -> Batch:
     for name in ("plain",) if takes_files(config.model) else ("plain", "chat_template", "template_variables"):
         if getattr(config, name):
             option = flag(name)
-            raise ConfigError(f"--task embedding and {option}: texts are read as they stand. Leave one of them out.")
+            raise ConfigError(f"--task embedding and {option}: texts are embedded as they are. Leave one of them out.")
     return batch
 
 
@@ -91,8 +91,8 @@ def _compared(config: SftConfig, batch: Batch, rows: Any, processing: Any) -> An
     encoded = encode(config, rows, processing)
     if config.loss == INFONCE and batch.micro * batch.readers == 1 and encoded.report.most == 2:
         raise ConfigError(
-            "--loss infonce tells the positive of a row from other texts, and there are none: rows have no negatives,"
-            " and one row is learnt at a time. Raise --per-device-batch-size."
+            "--loss infonce compares the positive of a row with other texts, and there are none: the rows have no"
+            " negatives, and a batch has one row. Raise --per-device-batch-size."
         )
     return encoded
 
@@ -115,7 +115,7 @@ def encode(config: SftConfig, rows: Any, processing: Any, prompt: str | None = N
 
     tokenizer = tokenizer_of(processing)
     if tokenizer.pad_token_id is None:
-        raise ConfigError(f"The tokenizer of {config.model} has no token to pad with. Set its pad_token.")
+        raise ConfigError(f"The tokenizer of {config.model} has no padding token. Set its pad_token.")
     if tokenizer is processing:
         processing.chat_template = None  # here, and in the model that comes out
         encoder = MatchEncoder(processing, prompt or prompt_of(config.system, ()))

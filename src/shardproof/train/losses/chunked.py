@@ -109,7 +109,7 @@ class _Chunked(torch.autograd.Function):
             return (None, None, None, *ctx.others)
         if torch.is_grad_enabled():
             raise EngineError(
-                "A gradient of a gradient (create_graph=True) of the chunked loss: leave --chunked-loss out."
+                "The chunked loss has no second derivative (create_graph=True): leave --chunked-loss out."
             )
         if ctx.later:
             hidden, weight, bias, *targets = ctx.saved_tensors
@@ -117,7 +117,7 @@ class _Chunked(torch.autograd.Function):
             return *_run(*given, ctx.needs_input_grad[:3], ctx.judge)[1], *ctx.others
         if ctx.gradients is None:
             raise EngineError(
-                "A second backward pass through one chunked loss, whose gradients the first one has used up.\nCompute "
+                "Second backward pass through a chunked loss: the first one has used up its gradients.\nCompute "
                 "the loss again, or leave --chunked-loss out."
             )
         gradients, ctx.gradients = ctx.gradients, None

@@ -88,13 +88,15 @@ def check_packing(model: nn.Module, inputs: dict[str, Any]) -> None:
         with tried(model):
             logits = [model(input_ids=ids, position_ids=at, use_cache=False).logits for ids, at in batches]
     except TypeError as error:
-        raise ConfigError(f"--packing: {type(model).__name__} takes no position_ids. Leave --packing out.") from error
+        raise ConfigError(
+            f"--packing: {type(model).__name__} does not accept position_ids. Leave --packing out."
+        ) from error
     a, b = torch.cat(logits)[:, FEW:].detach()
     # A row that sees only itself gives the same bits in both; experts may be added up in another order.
     if float((a - b).abs().max()) > float(a.abs().max()) * (1e-5 if a.dtype == torch.float32 else 2e-2):
         raise ConfigError(
-            f"--packing: in {type(model).__name__} with {attention_of(model)} attention, what a token becomes depends "
-            "on the row that is packed before its own.\nLeave --packing out, or take another --attn."
+            f"--packing: in {type(model).__name__} with {attention_of(model)} attention, the result for a token"
+            f" depends on the row packed before its own.\nLeave --packing out, or take another --attn."
         )
 
 
@@ -116,8 +118,8 @@ def check_packed_files(model: Any, inputs: dict[str, Any]) -> None:
     most = 1e-4 if found.dtype == torch.float32 else 2e-2
     if found.shape != expected.shape or float((found - expected).abs().max()) > most * float(expected.abs().max()):
         raise ConfigError(
-            f"--packing: in {type(model).__name__} with {attention_of(model)} attention, rows with files that are "
-            "packed into one are not what each is by itself.\nLeave --packing out, or take another --attn."
+            f"--packing: in {type(model).__name__} with {attention_of(model)} attention, packed rows with files do"
+            f" not give the results that each gives alone.\nLeave --packing out, or take another --attn."
         )
 
 

@@ -14,8 +14,8 @@ from shardproof.errors import ConfigError
 def refuse_parts(model: Any) -> NoReturn:
     """Raise ConfigError for a model whose loss is a mean, where ranks hold parts of rows."""
     raise ConfigError(
-        f"--sequence-parallel: {type(model).__name__} does not divide its loss by num_items_in_batch, so that it is one"
-        " of whole rows. Leave --sequence-parallel out."
+        f"--sequence-parallel: {type(model).__name__} does not divide its loss by num_items_in_batch, so it needs"
+        f" full rows. Leave --sequence-parallel out."
     )
 
 

@@ -94,8 +94,8 @@ def choose_checkpointing(model: nn.Module, how: bool | int | str) -> nn.Module:
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if every > 1 and not layers:
             raise ConfigError(
-                f"--gradient-checkpointing {every}: the layers of {type(model).__name__} cannot be told apart. Take"
-                " yes, selective or no."
+                f"--gradient-checkpointing {every}: the layers of {type(model).__name__} cannot be identified. Use"
+                f" yes, selective or no."
             )
         for number, layer in enumerate(layers if every > 1 else ()):
             layer.gradient_checkpointing = number % every == 0
@@ -105,7 +105,7 @@ def choose_checkpointing(model: nn.Module, how: bool | int | str) -> nn.Module:
 
 
 def _refuse(kind: str, *args: Any, **options: Any) -> None:
-    raise ConfigError(f"--gradient-checkpointing: a {kind} cannot compute its activations again. Leave it out.")
+    raise ConfigError(f"--gradient-checkpointing: a {kind} cannot recompute its activations. Leave it out.")
 
 
 class Held:

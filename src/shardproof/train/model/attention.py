@@ -36,8 +36,8 @@ def share_rows(model: Any, config: Any) -> None:
     if _shares_rows(config) and carries_state(model):
         if config.compile:
             raise ConfigError(
-                f"--packing with --compile: layers of {type(model).__name__} carry a state from token to token, and get"
-                " documents in other shapes with each batch. Leave one of the two out."
+                f"--packing with --compile: layers of {type(model).__name__} carry state from token to token, and"
+                f" the shapes of their documents change with each batch. Leave one of the two out."
             )
         isolate_documents(model)
     if getattr(config, "padding_free", False):
@@ -61,7 +61,7 @@ def check_parts_of_rows(model: Any) -> None:
         why = f"{name} counts the positions of a row's tokens itself, by the row's mask or its padding"
     if why:
         raise ConfigError(
-            f"--sequence-parallel: {why}, and a process has a part of each row only. Leave --sequence-parallel out."
+            f"--sequence-parallel: {why}, and each process has only a part of each row. Leave --sequence-parallel out."
         )
 
 

@@ -71,6 +71,7 @@ def check_balance(model: Any) -> None:
     forwards = (inspect.signature(type(module).forward).parameters for module in inner.modules())
     if not any(ASKS in taken and "labels" in taken for taken in forwards):
         raise ConfigError(
-            f"--router-aux-loss-coef: transformers has no loss that balances experts in {type(inner).__name__}."
+            f"--router-aux-loss-coef: transformers has no load-balancing loss for the experts of"
+            f" {type(inner).__name__}."
             " Leave it out."
         )

@@ -32,10 +32,10 @@ def tokens_of(names: list[str]) -> list[str]:
             raise ConfigError(f"--new-special-tokens {names[0]} cannot be read: {reason}.") from None
         found = [line.strip() for line in found if line.strip()]
         if not found:
-            raise ConfigError(f"--new-special-tokens {names[0]} holds no token: one a line is expected.")
+            raise ConfigError(f"--new-special-tokens {names[0]} has no tokens: write one per line.")
     twice = next((token for i, token in enumerate(found) if token in found[:i] or not token.strip()), None)
     if twice is not None:
-        raise ConfigError(f"--new-special-tokens: the token {twice!r} {'is there twice' if twice else 'is empty'}.")
+        raise ConfigError(f"--new-special-tokens: the token {twice!r} {'is listed twice' if twice else 'is empty'}.")
     return found
 
 
@@ -59,7 +59,7 @@ def grow(model: Any, tokenizer: Any) -> None:
         rows = embedding.weight.shape[0]
     except (NotImplementedError, AttributeError) as error:
         raise ConfigError(
-            f"--new-special-tokens: {type(model).__name__} does not say what embeds its tokens."
+            f"--new-special-tokens: {type(model).__name__} does not say which module embeds its tokens."
         ) from error
     if len(tokenizer) <= rows:
         return
@@ -85,18 +85,20 @@ def check_rope(scaling: Mapping[str, str], longest: int | None) -> None:
     kind = scaling.get("type")
     for name in scaling:
         if name not in ("type", "factor"):
-            raise ConfigError(f"--rope-scaling {name}={scaling[name]}: it takes type and factor: type=yarn,factor=2.")
+            raise ConfigError(f"--rope-scaling {name}={scaling[name]}: use type and factor: type=yarn,factor=2.")
     if scaling and kind not in ROPES:
-        raise ConfigError(f"--rope-scaling: the type is one of {', '.join(ROPES)}: --rope-scaling type=yarn,factor=2.")
+        raise ConfigError(
+            f"--rope-scaling: the type must be one of {', '.join(ROPES)}: --rope-scaling type=yarn,factor=2."
+        )
     if scaling and "factor" not in scaling and longest is None:
-        raise ConfigError(f"--rope-scaling {kind}: by how much? Add factor=2, or --max-model-len.")
+        raise ConfigError(f"--rope-scaling {kind} needs a factor: add factor=2, or --max-model-len.")
     if "factor" in scaling:
         try:
             right = 1 <= float(scaling["factor"]) < math.inf
         except ValueError:
             right = False
         if not right:
-            raise ConfigError(f"--rope-scaling factor={scaling['factor']}: a number of 1 or more is expected.")
+            raise ConfigError(f"--rope-scaling factor={scaling['factor']}: must be a number of 1 or more.")
 
 
 def stretch(config: Any, scaling: Mapping[str, str], longest: int | None) -> None:
@@ -115,8 +117,9 @@ def stretch(config: Any, scaling: Mapping[str, str], longest: int | None) -> Non
     ropes = getattr(text, "rope_parameters", None)
     if isinstance(ropes, dict) and any(isinstance(part, dict) for part in ropes.values()):
         raise ConfigError(
-            f"--rope-scaling: {config.model_type} has positions for each kind of its layers ({', '.join(ropes)}), and "
-            "one factor would scale them all. Change rope_parameters in the config.json of a copy of the model instead."
+            f"--rope-scaling: {config.model_type} has separate rotary positions for each type of layer"
+            f" ({', '.join(ropes)}), and one factor would scale them all. Change rope_parameters in the config.json"
+            f" of a copy of the model instead."
         )
     if not isinstance(ropes, dict) or "rope_theta" not in ropes:
         raise ConfigError(f"--rope-scaling: {config.model_type} has no rotary positions that a factor would scale.")

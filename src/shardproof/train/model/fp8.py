@@ -46,7 +46,9 @@ def in_fp8(model: nn.Module) -> int:
 
     found = sum(fits(module, name) for name, module in model.named_modules())
     if not found:
-        raise ConfigError(f"--fp8: {type(model).__name__} has no blocks with linear layers of multiples of {MULTIPLE}.")
+        raise ConfigError(
+            f"--fp8: {type(model).__name__} has no blocks with linear layers whose sizes are multiples of {MULTIPLE}."
+        )
     # Tokens are as many as there are: what they are too few to be a multiple is filled up.
     config: Any = Float8LinearConfig(pad_inner_dim=True)
     convert_to_float8_training(model, config=config, module_filter_fn=fits)

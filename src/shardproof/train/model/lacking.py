@@ -47,11 +47,11 @@ def without_lacking(config: Config, here: Sequence[str]) -> Config:
             hint = " It is there with --enable-audio-output." if TALKER in lacking else ""
             if option == "part_learning_rates":
                 raise ConfigError(
-                    f"--part-learning-rates {lacking[0]}=...: this model has no such part, it has {', '.join(here)}."
+                    f"--part-learning-rates {lacking[0]}=...: this model has no such part. It has {', '.join(here)}."
                     f"{hint} Leave {lacking[0]} out."
                 )
             log.warning(
-                "--freeze %s: this model has no %s to freeze, it has %s.%s",
+                "--freeze %s: this model has no %s to freeze. It has %s.%s",
                 *(" ".join(named), ", ".join(lacking), ", ".join(here), hint),
             )
         left = [part for part in named if part not in lacking]

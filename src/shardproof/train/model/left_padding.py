@@ -33,9 +33,9 @@ def count_from_first_tokens(model: Any, ids: torch.Tensor) -> None:
         handle = model.register_forward_pre_hook(_counted, prepend=True, with_kwargs=True)
     if handle is None or _sees_padding(model, ids):
         raise ConfigError(
-            f"{type(without_adapters(model)).__name__} sees the padding before the shorter prompts of a batch, so that "
-            "it would learn from other answers than it gives. Take another model, or an algorithm that reads its "
-            "answers from the dataset (dpo, kto, orpo, simpo, cpo)."
+            f"{type(without_adapters(model)).__name__} does not ignore the padding before the shorter prompts of a"
+            f" batch, so it would learn from answers other than those it gives. Use another model, or an algorithm"
+            f" that reads its answers from the dataset (dpo, kto, orpo, simpo, cpo)."
         )
 
 

@@ -52,8 +52,8 @@ def check_model_source(model: str, option: str = "--model") -> None:
         return
     if model == TINY and not path.is_dir():
         raise ConfigError(
-            f"{option} {TINY}: this small model is built of the rows of a run, as its --model alone.\nName a folder or"
-            f" an id of the hub; a run of --model {TINY} leaves such a folder, OUTPUT_DIR/{MODEL}."
+            f"{option} {TINY}: this small model is built from the rows of a run, and only for its --model.\nName a"
+            f" folder or an id of the hub; a run of --model {TINY} leaves such a folder, OUTPUT_DIR/{MODEL}."
         )
     if not model.strip():
         raise ConfigError(f"{option} is empty.\nName a folder, an id of the hub (name or org/name){or_tiny}.")
@@ -81,8 +81,8 @@ def check_base(run: str | Path, base: str, said_in: Path) -> None:
     says."""
     if not Path(base).expanduser().exists() and not _may_be_hub_id(base):
         raise ConfigError(
-            f"{run} needs {base}, the model that it was trained from, which is gone.\nPut it back there, or write "
-            f"where it is now into {said_in}."
+            f"{run} needs {base}, the model that it was trained from, which is gone.\nPut it back there, or write"
+            f" its new place into {said_in}."
         )
 
 
@@ -151,7 +151,7 @@ def check_packages(config: RunConfig) -> None:
     """Raise ConfigError for an option whose package is not installed."""
     for name in config.report_to:
         if name not in REPORTS:
-            raise ConfigError(f"--report-to {name}: there is {', '.join(REPORTS)}.{did_you_mean(name, REPORTS)}")
+            raise ConfigError(f"--report-to {name}: use one of {', '.join(REPORTS)}.{did_you_mean(name, REPORTS)}")
         if name != "none" and importlib.util.find_spec(name) is None:
             raise ConfigError(f"--report-to {name} needs the package {name}: pip install {name}")
 
@@ -162,12 +162,12 @@ def check_attention(config: RunConfig) -> None:
 
     if config.attn == "flex_attention" and config.launcher != "ray" and not torch.accelerator.is_available():
         raise ConfigError(
-            "--attn flex_attention: torch has no backward pass of it on a CPU, and there is no GPU. Take sdpa or eager."
+            "--attn flex_attention: torch has no backward pass for it on a CPU, and there is no GPU. Use sdpa or eager."
         )
     if config.attn == "flash_attention_2" and not any(map(importlib.util.find_spec, ("flash_attn", "kernels"))):
         raise ConfigError(
-            "--attn flash_attention_2 needs the package flash-attn (or kernels). --attn varlen does the same with what"
-            " comes with torch."
+            "--attn flash_attention_2 needs the package flash-attn (or kernels). --attn varlen does the same with"
+            " torch alone."
         )
 
 
@@ -185,7 +185,7 @@ def load_tokenizer(source: str, config: RunConfig) -> Any:
         raise ConfigError(f"The tokenizer of {source} cannot be loaded: {first_line(error)}") from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one up for a folder that has none
         raise ConfigError(
-            f"The tokenizer of {source} knows no token: its files (tokenizer.json and others) are missing. Copy them"
+            f"The tokenizer of {source} has no tokens: its files (tokenizer.json and others) are missing. Copy them"
             " there from the model that it was trained from."
         )
     note_batches(tokenizer)
@@ -193,7 +193,7 @@ def load_tokenizer(source: str, config: RunConfig) -> Any:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:
         raise ConfigError(
-            f"The tokenizer of {source} has no token to pad with, and none that ends a text. Set its pad_token."
+            f"The tokenizer of {source} has neither a padding token nor an end-of-text token. Set its pad_token."
         )
     return tokenizer
 
@@ -292,7 +292,7 @@ def _loaded(source: str, config: RunConfig, kind: str, model_type: str | None, t
     change = stretching(config)
     if registered is not None and kind == CAUSAL:
         if change is not None:
-            raise ConfigError("--rope-scaling and --max-model-len: a plugin's model makes its config itself.")
+            raise ConfigError("--rope-scaling and --max-model-len: a plugin model makes its config itself.")
         return from_registered(registered, source, **options)
     options |= {"trust_remote_code": config.trust_remote_code}
     how = without_values if to_shard and not reads_weights(config.tuner) else with_values
@@ -375,19 +375,19 @@ def from_registered(registered: Any, source: str, **options: Any) -> Any:
         at = f"{place.filename}, line {place.lineno}"
         raise ConfigError(f"The model {source} cannot be loaded by {name}: {first_line(error)} ({at})") from error
     if not isinstance(model, PreTrainedModel):
-        raise ConfigError(f"{name} made a {type(model).__name__} of {source}, and a transformers model is expected.")
+        raise ConfigError(f"{name} made a {type(model).__name__} from {source}, but a transformers model is expected.")
     for weight in missing:
         if not model.get_parameter_or_buffer(weight).isfinite().all():
             raise ConfigError(
-                f"{weight} of {name} is not in {source} and holds no numbers: transformers sets new weights by the "
-                "model's _init_weights(module), which has to set this one."
+                f"{weight} of {name} is not in {source} and has no values: transformers initialises new weights with"
+                f" its _init_weights(module), which must set this one."
             )
     forward = inspect.signature(type(model).forward).parameters
     takes = "num_items_in_batch" in forward or any(p.kind is p.VAR_KEYWORD for p in forward.values())
     if "labels" in forward and not takes:
         raise ConfigError(
-            f"The forward of {type(model).__name__} takes labels, but no num_items_in_batch: the tokens learnt in the "
-            "step, by which it is to divide the sum of its loss.\nLet it take both, or neither and --loss."
+            f"The forward of {type(model).__name__} takes labels, but not num_items_in_batch, the number of tokens"
+            f" learnt in the step, by which it must divide its summed loss.\nAccept both, or neither with --loss."
         )
     return model
 

@@ -68,7 +68,7 @@ def tell_made_anew(model: Any, source: str, trained: bool = True, but: Iterable[
     if names and is_first():
         log.warning(
             "%d weight(s) are not in the files of %s and %s at random: %s. If they are not new to the model, these"
-            " are the files of another one.",
+            " files belong to another model.",
             *(len(names), source, "begin" if trained else "were made", _some(names)),
         )
 
@@ -86,9 +86,9 @@ def check_kept(model: Any, modules_to_save: Iterable[str]) -> None:
             way = "put each of the model's own into a module, and name that in --modules-to-save"
         raise ConfigError(
             f"Adapters are trained, and {len(lost)} weight(s) are not in the model's files and begin at random"
-            f" ({_some(lost)}). Only adapters are saved, and elsewhere they would be put on other weights.\n"
-            f"If they are new to the model, train and save them whole: {way}. If not, name the folder of the whole"
-            " model."
+            f" ({_some(lost)}). Only adapters are saved, and elsewhere they would be applied to other weights.\nIf"
+            f" the weights are new to the model, train and save them in full: {way}. If not, name the folder of the"
+            f" complete model."
         )
 
 

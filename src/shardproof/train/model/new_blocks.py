@@ -43,14 +43,16 @@ def add_blocks(model: Any, count: int) -> None:
     layers = language_layers(model)
     said = f"--new-blocks {count}: the language model of {type(model).__name__}"
     if not layers or len(layers) % count:
-        raise ConfigError(f"{said} has {len(layers)} blocks, which {count} does not divide.")
+        raise ConfigError(f"{said} has {len(layers)} blocks, which is not a multiple of {count}.")
     each = len(layers) // count
     order = [at for at in range(len(layers)) for _ in range(2 if (at + 1) % each == 0 else 1)]
     new = [place for place in range(1, len(order)) if order[place] == order[place - 1]]
     blocks = [_copy(layers[at][1]) if place in new else layers[at][1] for place, at in enumerate(order)]
     for place in new:
         if not _writes_nothing(blocks[place]):
-            raise ConfigError(f"{said} has blocks without {' and '.join(sorted(WRITE))}, by which they write.")
+            raise ConfigError(
+                f"{said} has blocks without {' and '.join(sorted(WRITE))}, the layers that write their output."
+            )
     path, text = layers[0][0].rpartition(".")[0], model.config.get_text_config()
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == len(layers):
@@ -63,7 +65,7 @@ def add_blocks(model: Any, count: int) -> None:
     outer, _, last = path.rpartition(".")
     setattr(model.get_submodule(outer), last, nn.ModuleList(blocks))
     if _shape(model, path) != _shape(_as_configured(model), path):
-        raise ConfigError(f"{said} has blocks of several kinds, and its config cannot say of which kind new ones are.")
+        raise ConfigError(f"{said} has blocks of several kinds, and its config cannot say which kind the new ones are.")
     model.__dict__[_NEW] = [f"{path}.{place}." for place in new]
 
 

@@ -34,10 +34,10 @@ def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
     chosen, scores = parts_trained(model, found.parts, config), _scores(model)
     family = family_of(getattr(model, "config", None))
     if TALKER in chosen and not (family is not None and family.codes):
-        raise ConfigError("--train-parts talker: what this model's talker is to learn is not known here.")
+        raise ConfigError("--train-parts talker: training the talker of this model is not supported.")
     for part in config.part_learning_rates:
         if part not in chosen and (part in found.parts or part not in PARTS):
-            raise ConfigError(f"--part-learning-rates {part}=...: the parts that are trained are {', '.join(chosen)}.")
+            raise ConfigError(f"--part-learning-rates {part}=...: the trained parts are {', '.join(chosen)}.")
     for name, parameter in model.named_parameters():
         if found.part_of[name] not in chosen and not (scores and name.startswith(HEADS)):
             parameter.requires_grad_(False)
@@ -66,7 +66,7 @@ def whole_parts(model: nn.Module, config: Config) -> Config:
     there = [part for part in asked if part in found.parts]
     if not there:
         raise ConfigError(
-            f"--modules-to-save {' '.join(asked)}: this model has no such part, it has {', '.join(found.parts)}."
+            f"--modules-to-save {' '.join(asked)}: this model has no such part. It has {', '.join(found.parts)}."
         )
     if frozen := [part for part in there if part not in parts_trained(model, found.parts, config)]:
         raise ConfigError(f"--modules-to-save {frozen[0]}: that part is frozen (--freeze, --train-parts).")
@@ -127,7 +127,7 @@ def check_reached(model: nn.Module, rows: Iterable[Any]) -> None:
     kinds = rows_of_kinds(rows)
     if not any(kind in kinds for part in trained for kind in FED_BY[part]):
         seen = f"the rows have files of kind {', '.join(kinds)} only" if kinds else "no row has a file"
-        raise ConfigError(f"Nothing would be learnt: {', '.join(sorted(trained))} is all that is trained, and {seen}.")
+        raise ConfigError(f"Nothing would be learnt: only {', '.join(sorted(trained))} is trained, and {seen}.")
 
 
 def named(model: nn.Module, option: str, patterns: Sequence[str]) -> list[str]:
@@ -143,8 +143,8 @@ def named(model: nn.Module, option: str, patterns: Sequence[str]) -> list[str]:
         matching = [name for name in names if re.search(pattern, name)]
         if not matching:
             raise ConfigError(
-                f"{option} {pattern}: the model has no parameter of such a name.\n"
-                f"Its names are like {names[0]}, {names[len(names) // 2]} and {names[-1]}."
+                f"{option} {pattern}: the model has no parameter with such a name.\nIts names look like {names[0]},"
+                f" {names[len(names) // 2]} and {names[-1]}."
             )
         found += matching
     return found

@@ -40,9 +40,9 @@ def check_value_model(model: str, trust_remote_code: bool = False) -> None:
     found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     if sees_ahead(found) or getattr(found, "is_encoder_decoder", False):
         raise ConfigError(
-            f"--value-model {model} ({found.model_type}) has an encoder: each token sees those behind it, so that the"
-            " value of a token would be told from what is written after it.\nName a decoder, or leave it out: then it"
-            " begins as --model."
+            f"--value-model {model} ({found.model_type}) has an encoder: each token sees those after it, so the"
+            f" value of a token would depend on what is written later.\nName a decoder, or leave it out to start"
+            f" from --model."
         )
 
 
@@ -84,11 +84,11 @@ def _check(model: str, classes: Sequence[str], labels: int, has_head: bool) -> N
     if not has_head:
         kind = classes[0] if classes else "model of no named class"
         raise ConfigError(
-            f"--reward-model {model} is a {kind} without a head for rewards: what it would say is random.\n"
+            f"--reward-model {model} is a {kind} without a reward head: its rewards would be random.\n"
             "Make a reward model of it first: shardproof rlhf --rlhf-type rm."
         )
     if labels != 1:
-        raise ConfigError(f"--reward-model {model} tells {labels} labels apart, and a reward is one number.")
+        raise ConfigError(f"--reward-model {model} has {labels} labels, and a reward is one number.")
 
 
 def _weights(folder: Path) -> Iterator[str]:

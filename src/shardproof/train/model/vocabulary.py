@@ -36,7 +36,7 @@ def check_vocabulary(config: RunConfig, source: str, processing: Any, *encoded: 
     instead = f" Or have it grow: --new-special-tokens {text!r}." if hasattr(config, "new_special_tokens") else ""
     raise ConfigError(
         f"{where} {text!r}, which is token {token}, and the embedding of {config.model} has {rows_there} rows.\n"
-        f"Take the tokenizer that belongs to the model.{instead}"
+        f"Use the tokenizer that belongs to the model.{instead}"
     )
 
 

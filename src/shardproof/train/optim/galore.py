@@ -47,11 +47,11 @@ class GaLore(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         own = {**self.defaults, **param_group}
         if own["rank"] < 1 or own["update_gap"] < 1 or own["scale"] <= 0:
-            raise ValueError("GaLore: rank and update_gap are at least 1, and scale is more than 0.")
+            raise ValueError("GaLore: rank and update_gap must be at least 1, and scale above 0.")
         super().add_param_group(param_group)
         odd = [tuple(p.shape) for p in self.param_groups[-1]["params"] if p.dim() != 2]
         if odd:
-            raise ValueError(f"GaLore projects matrices, and a parameter has shape {odd[0]}.")
+            raise ValueError(f"GaLore projects matrices, but a parameter has shape {odd[0]}.")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

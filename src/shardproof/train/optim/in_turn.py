@@ -16,7 +16,7 @@ def check_layers(model: Any, some: int) -> None:
     if some >= (there := len(_trained(model))):
         raise ConfigError(
             f"--lisa-activated-layers {some}: the language model of {type(model).__name__} has {there} layer(s) to"
-            " train. Take fewer, or leave it out, which trains all of them."
+            " train. Use fewer, or leave it out to train all of them."
         )
 
 

@@ -58,7 +58,7 @@ class MatricesAndAdamW(torch.optim.Optimizer):
         odd = [tuple(p.shape) for p in param_group["params"] if p.dim() != 2]
         if odd and not elementwise:
             raise ValueError(
-                f"{self.name} updates matrices, and a parameter of the group has shape {odd[0]}: give it to a group "
+                f"{self.name} updates matrices, but a parameter of the group has shape {odd[0]}: put it in a group "
                 "with elementwise=True, which AdamW updates."
             )
         for name, value in self._part(elementwise).defaults.items():
@@ -133,8 +133,8 @@ def for_matrices(
                 groups.append({**group, "params": chosen, "elementwise": elementwise})
     if all(group["elementwise"] for group in groups):
         raise ConfigError(
-            f"--optimizer {kind.name.lower()}: of what is trained nothing is a matrix beside embeddings and heads. "
-            "Take adamw."
+            f"--optimizer {kind.name.lower()}: apart from embeddings and heads, no trained parameter is a matrix."
+            f" Use adamw."
         )
     return kind(groups, lr=lr, **options)
 

@@ -114,8 +114,8 @@ def made_by(
     closure = inspect.signature(made.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"--optimizer: a step of {type(made).__name__} wants a function that computes the loss anew, and a trainer"
-            " computes it once. Take an optimizer whose step() needs nothing."
+            f"--optimizer: a step of {type(made).__name__} needs a closure that recomputes the loss, and the trainer"
+            f" computes it once. Use an optimizer whose step() needs no closure."
         )
     return made
 

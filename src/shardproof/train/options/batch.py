@@ -95,7 +95,7 @@ def batch_of(config: Any, world_size: int) -> Batch:
         groups = f"{readers} groups of processes" if sequence > 1 else f"{readers} processes"
         raise ConfigError(
             f"--global-batch-size {whole} cannot be dealt out evenly to {groups}.\n"
-            f"Take a multiple of {readers}, or another --nproc."
+            f"Use a multiple of {readers}, or another --nproc."
         )
     share = whole // readers
     if micro is None:
@@ -107,6 +107,6 @@ def batch_of(config: Any, world_size: int) -> Batch:
     if micro * accumulation != share:
         raise ConfigError(
             f"--global-batch-size {whole} is not per-device batch x accumulation x processes"
-            f" ({micro} x {accumulation} x {readers}).\nLeave one of the options out, and it is worked out."
+            f" ({micro} x {accumulation} x {readers}).\nLeave one of these options out to have it computed."
         )
     return deal(micro=micro, accumulation=accumulation)

@@ -94,7 +94,7 @@ def _beginning(value: str) -> str:
         "loftq": ", which changes weights to those of four bits",
         "mica": ", which trains one of the two matrices",
     }
-    raise ValueError(f"must be one of {BEGINNINGS}, and not {value}{why.get(value, '')}")
+    raise ValueError(f"must be one of {BEGINNINGS}, not {value}{why.get(value, '')}")
 
 
 Beginning = Annotated[str, AfterValidator(_beginning)]

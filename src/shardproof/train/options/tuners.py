@@ -108,7 +108,7 @@ def _tuner(value: Any) -> Any:
     if name in LEFT_OUT:
         raise ValueError(LEFT_OUT[name])
     raise ValueError(
-        f"should be 'full' or 'lora', or another of PEFT's.{did_you_mean(name, TUNERS)} These are {', '.join(KINDS)}"
+        f"should be 'full' or 'lora', or one of PEFT's tuners.{did_you_mean(name, TUNERS)} These are {', '.join(KINDS)}"
     )
 
 

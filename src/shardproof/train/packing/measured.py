@@ -90,7 +90,7 @@ def at_work(model: Any) -> Iterator[torch.device]:
     if device.type != "cpu":
         size = sum(p.nbytes for p in model.parameters())
         if ROOM * size > free_memory(device, 1):
-            log.warning("The model (%.3g GB) has no room on %s, and computes on the CPU.", size / 1e9, device)
+            log.warning("The model (%.3g GB) does not fit on %s, and runs on the CPU.", size / 1e9, device)
             device = home
     was = model.training
     model.eval().to(device)

@@ -96,14 +96,14 @@ class Packer:
         name, apart = self._farthest(model)
         if not apart < APART:
             raise ConfigError(
-                f"{folder} does not give back the weights that were packed: {name} is {apart:.2g} of its size away."
-                " It is left there to be looked at."
+                f"{folder} does not reproduce the packed weights: {name} has a relative error of {apart:.2g}."
+                " It has been kept for inspection."
             )
         after = measure(model, self.rows, self._pooling) if self.rows is not None else None
         if moved != moved or (after is not None and not after.found.isfinite().all()):
             raise ConfigError(
-                f"Packed by --quantize {self.packing.kind}, the model computes NaN. {folder} is left there to be looked"
-                f" at.\nTake another --quantize, or leave layers as they are: --keep."
+                f"Packed by --quantize {self.packing.kind}, the model computes NaN. {folder} has been kept for"
+                f" inspection.\nUse another --quantize, or leave layers unpacked with --keep."
             )
         kind, layers = self.packing.kind, len(self.places.packed)
         return Packed(kind, layers, self.size_before, self.calibrated, moved, self._before, after)

@@ -74,8 +74,8 @@ def places_in(model: Any, packing: Packing) -> Places:
     for pattern in packing.keep:
         if not any(re.search(pattern, name) for name in names):
             raise ConfigError(
-                f"--keep {pattern}: no weight that would be packed has such a name.\n"
-                f"They are like {', '.join([names[0], names[len(names) // 2], names[-1]] if names else ['none'])}."
+                f"--keep {pattern}: no weight to be packed has such a name.\nTheir names look like"
+                f" {', '.join([names[0], names[len(names) // 2], names[-1]] if names else ['none'])}."
             )
     names = [name for name in names if name not in kept]
     if not names:
@@ -151,9 +151,9 @@ def _check_files(model: Any, layers: dict[str, dict[str, int]], packing: Packing
     lost = [name for name, found in layers.items() if not found]
     if lost:
         raise ConfigError(
-            f"--quantize {packing.kind}: {_some(lost)} of {type(model).__name__} lie in its files in a form (all"
-            " experts in one tensor, or several layers in one) in which transformers reads no packed weights.\n"
-            f"Leave them as they are, and pack the rest: --keep '{_common(lost)}'."
+            f"--quantize {packing.kind}: {_some(lost)} of {type(model).__name__} are stored in a form (all experts"
+            f" in one tensor, or several layers in one) from which transformers cannot read packed weights.\nLeave"
+            f" them unpacked, and pack the rest: --keep '{_common(lost)}'."
         )
 
 
@@ -189,7 +189,7 @@ def _check_shapes(layers: dict[str, dict[str, int]], packing: Packing) -> None:
     instead = f"Take --group-size {fitting[0]}, which does, or l" if fitting else "L"
     raise ConfigError(
         f"--quantize int4: groups of {packing.group_size} weights do not divide the rows of {_some(odd)}, of {told}"
-        f" weights.\n{instead}eave these as they are: --keep '{_common(odd)}'."
+        f" weights.\n{instead}eave these unpacked: --keep '{_common(odd)}'."
     )
 
 

@@ -43,7 +43,7 @@ def check(config: SftConfig, world_size: int) -> Batch:
         check_variables(config.template_variables)
     loss = loss_of(config)
     if loss not in (POINTWISE, LISTWISE):
-        raise ConfigError(f"--task {config.task} and --loss {loss}: there is {POINTWISE}, {LISTWISE}.")
+        raise ConfigError(f"--task {config.task} and --loss {loss}: the loss must be {POINTWISE} or {LISTWISE}.")
     if config.loss_temperature is not None and loss != LISTWISE:
         raise ConfigError(f"--loss-temperature needs --loss {LISTWISE}, and --loss is {loss}. Leave it out.")
     check_best(config, ("loss", *RANKING_MEASURES), f"loss, {', '.join(RANKING_MEASURES)}")
@@ -86,8 +86,8 @@ def _told_apart(config: SftConfig, rows: Any, processing: Any) -> Any:
     labels = getattr(encoded, "encoded", encoded)["labels"]
     if all(label for of_row in labels for label in of_row):
         raise ConfigError(
-            f"--task {config.task} tells texts that answer a query from others, and no row has a 'negative' or"
-            " 'negative_messages'. Rows with other names are read by --columns negative=..."
+            f"--task {config.task} compares texts that answer a query with others, and no row has a 'negative' or"
+            f" 'negative_messages'. If the column has another name, add --columns negative=..."
         )
     return encoded
 
@@ -98,7 +98,7 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
 
     tokenizer, files = tokenizer_of(processing), files_taken(processing)
     if tokenizer.pad_token_id is None:
-        raise ConfigError(f"The tokenizer of {config.model} has no token to pad with. Set its pad_token.")
+        raise ConfigError(f"The tokenizer of {config.model} has no padding token. Set its pad_token.")
     if files:
         check_files(config)
         return encoded_by(config, rows, processing, media_encoder(config, processing))

@@ -93,8 +93,8 @@ class YesNo:
         logits = outputs["logits"]
         if logits.shape[1] != 1:
             raise ConfigError(
-                f"--task {GENERATIVE}: the model makes logits by something else than its output embeddings, and so of"
-                " all tokens. --task reranker needs none."
+                f"--task {GENERATIVE}: the logits of this model are not made by its output embeddings alone, so they"
+                f" cannot be limited to the last token. --task reranker does not need them."
             )
         both: torch.Tensor = logits[:, 0, [self.yes, self.no]].float()
         return both[:, 0] - both[:, 1]
@@ -179,7 +179,7 @@ def _yes_no(said: dict[str, Any], system: str | None, files: tuple[str, ...], mo
     yes, no = said.get("true_token_id"), said.get("false_token_id")
     if yes is None or no is None:
         raise ConfigError(
-            f"The model {model} scores pairs by the logit of one token ({SCORE}), and here two are compared."
+            f"The model {model} scores pairs with the logit of one token ({SCORE}), and this task compares two."
         )
     return YesNo(yes, no, system, files)
 
@@ -192,7 +192,7 @@ def last_logits_only(model: Any) -> None:
     """
     head = head_for_words(model)
     if head is None:
-        raise ConfigError(f"A {type(without_adapters(model)).__name__} has no output embeddings that answer in words.")
+        raise ConfigError(f"A {type(without_adapters(model)).__name__} has no output embeddings to answer with.")
     places: list[torch.Tensor | None] = [None]
 
     def note(_: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -17,15 +17,15 @@ def check_ends(config: RlhfConfig) -> None:
         if config.stop_words and getattr(config, name):
             raise ConfigError(f"--stop-words and {flag(name)}: {why}. Leave one of them out.")
     if config.stop_words and config.rlhf_type == "gkd" and not (config.lmbda or config.seq_kd):
-        raise ConfigError("--stop-words: with --lmbda 0 no answers are written. Leave it out, or add --seq-kd.")
+        raise ConfigError("--stop-words: with --lmbda 0 no answers are generated. Leave it out, or add --seq-kd.")
 
 
 def check_shared(config: RlhfConfig) -> None:
     """Raise ConfigError for ranks that share rows, and would each write answers of their own to them."""
     if config.sequence_parallel > 1 and config.rlhf_type == "gkd" and draws_answers(config):
         raise ConfigError(
-            "--sequence-parallel: gkd shares rows of answers that are there, and each process would write others. Add"
-            " --lmbda 0, without --seq-kd, or leave it out."
+            "--sequence-parallel: gkd shares only rows whose answers exist already, and here each process would"
+            " generate its own. Add --lmbda 0 without --seq-kd, or leave it out."
         )
 
 

@@ -196,7 +196,9 @@ def check_losses(config: RlhfConfig) -> None:
     for loss in config.loss_type:
         if loss not in LOSSES[kind]:
             hint = did_you_mean(loss, LOSSES[kind])
-            raise ConfigError(f"--loss-type {loss}: {kind} has no such loss.{hint} It has {', '.join(LOSSES[kind])}.")
+            raise ConfigError(
+                f"--loss-type {loss}: {kind} has no such loss.{hint} Its losses are {', '.join(LOSSES[kind])}."
+            )
 
 
 def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
@@ -209,7 +211,7 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
     for name, kinds in MEANT_FOR.items():
         default = RlhfConfig.model_fields[name].default
         if kind not in kinds and getattr(config, name) != default:
-            raise ConfigError(f"{flag(name)} means nothing to --rlhf-type {kind}; it is for {', '.join(kinds)}.")
+            raise ConfigError(f"{flag(name)} does not apply to --rlhf-type {kind}; it is for {', '.join(kinds)}.")
     check_losses(config)
     _check_extras(config)
     check_others(config, OTHERS)
@@ -233,13 +235,14 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
         raise ConfigError("--ref-model and --tuner: with adapters the reference is the model without them.")
     if config.ref_adapters != SAME and not config.adapters:
         raise ConfigError(
-            "--ref-adapters is for adapters whose training continues: add --adapters. That of new ones is the model."
+            "--ref-adapters is for adapters whose training continues: add --adapters. The reference of new adapters"
+            " is the model."
         )
     if config.sync_ref_steps and (config.tuner != "full" or config.precompute_ref):
         raise ConfigError("--sync-ref-steps needs a reference of its own: leave out --tuner and --precompute-ref.")
     if config.sync_ref_steps and kind in REWARDED and not refers(config):
         raise ConfigError(
-            f"--sync-ref-steps moves the reference, which --rlhf-type {kind} has with a --beta above 0 only."
+            f"--sync-ref-steps updates the reference, and --rlhf-type {kind} has one only with --beta above 0."
         )
 
 
@@ -262,7 +265,7 @@ def _check_extras(config: RlhfConfig) -> None:
         said = f"--trl-arguments {name}={value}"
         if name not in known:
             if name in RlhfConfig.model_fields:
-                raise ConfigError(f"{said}: this is an option of its own, {flag(name)}.")
+                raise ConfigError(f"{said}: use the option {flag(name)} for it.")
             hint = did_you_mean(name, known) or f" It has {', '.join(known)}."
             raise ConfigError(f"{said}: --rlhf-type {config.rlhf_type} has no such argument here.{hint}")
         kind = known[name]
@@ -285,21 +288,23 @@ def _check_generations(config: RlhfConfig, batch: Batch) -> None:
         readers = f"{batch.readers} group(s) of {batch.sequence} processes"
     if config.generations == 1 and not config.by_teacher_alone:
         raise ConfigError(
-            "--num-generations 1: rewards of an answer are compared with those of others to its prompt, of which there"
-            " are none. It is for --rlhf-type grpo with a --teacher-model and no rewards, or take 2 or more."
+            "--num-generations 1: the rewards of an answer are compared with those of other answers to its prompt,"
+            " and there are none. Use 2 or more; 1 is for --rlhf-type grpo with a --teacher-model and no rewards."
         )
     if config.generations == batch.micro * batch.world_size * steps == 1:
-        raise ConfigError("One answer is generated at once: raise --per-device-batch-size or another of the batch.")
+        raise ConfigError(
+            "Only one answer is generated at once: raise --per-device-batch-size or another batch option."
+        )
     if whole % config.generations:
         raise ConfigError(
             f"{whole} answers are generated at once ({batch.micro} x {steps} micro-batch(es) x {readers}),"
             f" which --num-generations {config.generations} does not divide.\n"
-            "Raise --per-device-batch-size or --gradient-accumulation-steps, or take fewer generations."
+            "Raise --per-device-batch-size or --gradient-accumulation-steps, or use fewer generations."
         )
     if batch.micro * steps % batch.sequence:
         raise ConfigError(
-            f"--sequence-parallel {batch.sequence}: the {batch.sequence} processes of a group write its"
-            f" {batch.micro * steps} answers ({batch.micro} x {steps} micro-batch(es)), each as many.\n"
+            f"--sequence-parallel {batch.sequence}: the {batch.sequence} processes of a group share its"
+            f" {batch.micro * steps} answers ({batch.micro} x {steps} micro-batch(es)) evenly.\n"
             "Raise --per-device-batch-size, --gradient-accumulation-steps or --steps-per-generation to a multiple of"
             f" {batch.sequence}."
         )

@@ -47,13 +47,16 @@ def check_chord(config: RlhfConfig) -> None:
     if not config.chord_sft_dataset:
         return
     if config.chord_mu_peak is None:
-        raise ConfigError(f"{OPTION} needs --chord-mu-peak, the largest weight of its rows in the loss, such as 0.9.")
+        raise ConfigError(
+            f"{OPTION} needs --chord-mu-peak, the largest weight of its rows in the loss, for example 0.9."
+        )
     if not config.chord_mu_peak:
-        raise ConfigError(f"--chord-mu-peak 0: nothing would be learnt of {OPTION}. Leave both out.")
+        raise ConfigError(f"--chord-mu-peak 0: nothing would be learnt from {OPTION}. Leave both out.")
     peak, valley = config.chord_mu_peak, config.chord_mu_valley
     if valley is not None and valley > peak:
         raise ConfigError(
-            f"--chord-mu-valley {valley:g} is above --chord-mu-peak {peak:g}, and the weight falls from the peak to it."
+            f"--chord-mu-valley {valley:g} is above --chord-mu-peak {peak:g}, but the weight falls from the peak to"
+            f" the valley."
         )
     if config.chord_mu_decay_steps and valley in (None, peak):
         raise ConfigError(
@@ -62,11 +65,13 @@ def check_chord(config: RlhfConfig) -> None:
         )
     if valley not in (None, peak) and not config.chord_mu_decay_steps:
         raise ConfigError(
-            f"--chord-mu-valley {valley:g}: the weight falls to it in --chord-mu-decay-steps, which are 0. Give their"
-            " number, or leave it out."
+            f"--chord-mu-valley {valley:g}: the weight falls to it over --chord-mu-decay-steps, which is 0. Set"
+            f" that, or leave the valley out."
         )
     if config.sequence_parallel > 1:
-        raise ConfigError(f"{OPTION} and --sequence-parallel: rows of experts are not shared. Leave one of them out.")
+        raise ConfigError(
+            f"{OPTION} and --sequence-parallel: expert rows cannot be split between processes. Leave one of them out."
+        )
 
 
 def room_of_experts(config: RlhfConfig) -> int:
@@ -100,7 +105,7 @@ def encoded_experts(config: RlhfConfig, tokenizer: Any) -> Any:
     longest = max(map(len, encoded["input_ids"]))
     if limit := positions_for(config.model, longest, config.trust_remote_code):
         raise ConfigError(
-            f"{OPTION}: a row has {longest} tokens, and {config.model} has learnt {limit} positions, and none beyond."
+            f"{OPTION}: a row has {longest} tokens, and {config.model} was trained on only {limit} positions."
         )
     return encoded
 

@@ -54,9 +54,11 @@ def _class_of(name: str) -> type:
         raise ConfigError(f"{OPTION} {name}: {name.rpartition(':')[2]!r} is not a class.")
     reset = getattr(found, "reset", None)
     if not inspect.isfunction(reset):
-        raise ConfigError(f"{OPTION} {name}: the class has no method 'reset(self, **columns)', which begins anew.")
+        raise ConfigError(
+            f"{OPTION} {name}: the class has no method 'reset(self, **columns)', which starts a new episode."
+        )
     if inspect.iscoroutinefunction(reset):
-        raise ConfigError(f"{OPTION} {name}: 'reset' is async, and TRL does not wait for it. Write it without 'async'.")
+        raise ConfigError(f"{OPTION} {name}: 'reset' is async, and TRL does not await it. Write it without 'async'.")
     _check_called_alone(name, found)
     return found
 
@@ -75,8 +77,8 @@ def _check_called_alone(name: str, found: type) -> None:
             raise ConfigError(f"{OPTION} {name}: 'get_reward' is not an instance method: 'def get_reward(self)'.")
         if bindable and (wanted := wants(_bound(function), ())):
             raise ConfigError(
-                f"{OPTION} {name}, {method}{place_of(function)} wants {', '.join(map(repr, wanted))}, and it is called"
-                f" without arguments: give defaults. Columns of the rows come to 'reset'."
+                f"{OPTION} {name}, {method}{place_of(function)} needs {', '.join(map(repr, wanted))}, but it is"
+                f" called without arguments: add defaults. The columns of the rows are passed to 'reset'."
             )
 
 
@@ -134,7 +136,7 @@ def check_room(
         if len(prompt) > longest:
             said = next(one for one in named if name in (None, one.rpartition(":")[2]))
             raise ConfigError(
-                f"{OPTION} {said}: with what 'reset' returned a prompt has {len(prompt)} tokens, and"
+                f"{OPTION} {said}: with the text that 'reset' returned, a prompt has {len(prompt)} tokens, and"
                 f" --max-length is {longest}. Return less, or raise --max-length."
             )
 
@@ -142,7 +144,9 @@ def check_room(
 def _observed(value: Any, subject: str) -> str | None:
     """What `reset` tells the model, at the end of the last turn of its prompt."""
     if value is not None and not isinstance(value, str):
-        raise ConfigError(f"{subject} returned {value!r:.60} ({type(value).__name__}). A text is wanted, or None.")
+        raise ConfigError(
+            f"{subject} returned {value!r:.60} ({type(value).__name__}). It must return a string or None."
+        )
     return value and whole_text(value)
 
 
@@ -161,7 +165,7 @@ def check_environments_for(config: RlhfConfig, columns: Collection[str]) -> None
             raise ConfigError(f"{OPTION} {name}, reset{place_of(found.reset)} {problem}")  # type: ignore[attr-defined]
         if not (judging or _judges(found)):
             raise ConfigError(
-                f"{OPTION} {name}: nothing says what answers are worth: write a method 'get_reward(self)' that returns"
+                f"{OPTION} {name}: there is no reward: write a method 'get_reward(self)' that returns"
                 " a number, or name --reward-funcs."
             )
 
@@ -193,9 +197,9 @@ class Shown:
         if not self._options:
             return own
         if own:
-            raise Problem(f"it has tools, which nothing runs, and {self._options} names others")
+            raise Problem(f"it has its own tools, which cannot be run, and {self._options} names others")
         if row.kind != "chat":
-            raise Problem(f"it is plain text, and functions are called in conversations ({self._options})")
+            raise Problem(f"it is plain text, and functions are only called in conversations ({self._options})")
         return self._of_environment(row) or None
 
     def _of_environment(self, row: Any) -> list[Any]:
@@ -215,5 +219,5 @@ def _described(name: str, taken: Collection[str]) -> list[Any]:
         called = function if _is_static(cls, method) else _bound(function)
         found.append(description_of(OPTION, f"{name}, {method}", called))
         if own_name(found[-1]) in taken:
-            raise ConfigError(f"{OPTION} {name}: {TOOLS} has a function {method}, too. Call one of them otherwise.")
+            raise ConfigError(f"{OPTION} {name}: {TOOLS} also has a function {method}. Rename one of them.")
     return found

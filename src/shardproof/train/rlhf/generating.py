@@ -203,10 +203,11 @@ class Generating(EndsSampled):
         here = self.args.world_size, self.args.steps_per_generation, self.batch_plan.sequence
         if there != here:
             raise CheckpointError(
-                f"The checkpoint holds answers that {there[0]} ranks have still to learn from, in {there[1]}"
-                f" micro-batches{_shared(there[2])}, and here it would be {here[0]} in {here[1]}{_shared(here[2])}."
-                " Resume on as many with micro-batches as they were, or take --save-steps at which all have been"
-                " learned from."
+                f"The checkpoint holds answers that {there[0]} ranks still have to learn from, in {there[1]}"
+                f" micro-batches{_shared(there[2])}, but this run has {here[0]} rank(s) and"
+                f" {here[1]}{_shared(here[2])}."
+                " Resume with the same numbers, or choose --save-steps so that all answers have been learned from"
+                " when a checkpoint is written."
             )
         self._buffered_inputs = _on(self.args.device, kept["left"])
 

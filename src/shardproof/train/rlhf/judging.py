@@ -47,7 +47,7 @@ class Reads:
         try:
             return together_or_alone(partial(self._encoder.asked, answered=True), text, self.files, self.pad_token_id)
         except Problem as problem:
-            raise DataError(f"{self.where} and those beside it: {problem}") from None
+            raise DataError(f"{self.where} and its neighbours in the batch: {problem}") from None
 
 
 class ReadsTexts:

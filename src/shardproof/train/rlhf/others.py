@@ -25,12 +25,12 @@ def check_others(config: RlhfConfig, known: Mapping[str, tuple[str, ...]]) -> No
                     " adapters."
                 )
             if name in ("reward_model", "teacher_model") and not getattr(config, name):
-                raise ConfigError(f"{flag(option)} {name}={value}: there is no {flag(name)}.")
+                raise ConfigError(f"{flag(option)} {name}={value} needs {flag(name)}.")
     for name, place in config.model_offloads.items():
         said = f"--model-offloads {name}="
         if place != "none":
             check_offload(place, said)
         if place == "optimizer" and name != "value_model":
-            raise ConfigError(f"{said}optimizer: it is not trained, and has none. Take all, or nvme:FOLDER.")
+            raise ConfigError(f"{said}optimizer: it is not trained and has no optimizer. Use all or nvme:FOLDER.")
     if config.model_precisions.get("value_model") == "fp16" and config.precision != "fp16":
         raise ConfigError("--model-precisions value_model=fp16 needs a scaled loss, which --precision fp16 has.")

@@ -87,7 +87,7 @@ class Examples:
                 if self.on_lost == "stop":
                     raise DataError(f"{row.where}: {problem}") from problem
                 log.warning("%s is left out of its step, and another row takes its place: %s", row.where, problem)
-        raise DataError("No row can be read any more: the files of all of them are lost.")
+        raise DataError("No row can be read any more: all of their files are missing.")
 
     def _example(self, row: Row, files: dict[str, list[Any]]) -> dict[str, Any]:
         example, _ = self.example_of(row)
@@ -179,7 +179,9 @@ def encode_pictured(
     pass_over(rows, bad, report.rows, config.bad_rows)
     report.kept = len(kept)
     if not kept:
-        raise DataError(f"Every row is longer than --max-length {config.max_length} ({report.longest} tokens at most).")
+        raise DataError(
+            f"Every row is longer than --max-length {config.max_length} (the longest has {report.longest} tokens)."
+        )
     dataset = datasets.Dataset.from_dict({NUMBER: kept})
     named = dict.fromkeys(name for number in kept for name in rows[number].extra.get("columns", ()))
     columns = [name for name in named if name not in TAKEN]
@@ -192,10 +194,10 @@ def encode_pictured(
 def _length(row: Row, encoder: MediaEncoder, lost: Collection[str], example_of: ExampleOf, prompts: bool) -> int:
     """Tokens of a row, those of its files among them; raises Problem for one that cannot be used."""
     if row.kind != "chat":
-        raise Problem("it is a plain text among rows with pictures; give 'messages' or 'query'")
+        raise Problem("it is plain text among rows with pictures; use 'messages' or 'query'")
     odd = sorted({part["type"] for part in parts_of(row.messages)} & set(lost))
     if odd:
-        raise Problem(f"it has a file of kind {odd[0]}, and TRL hands vLLM pictures only")
+        raise Problem(f"it has a file of kind {odd[0]}, and TRL passes only pictures to vLLM")
     if row.extra.get("tools"):
         raise Problem("it has tools among rows with pictures, and TRL's trainers would not show them to the model")
     files = encoder.heard(row)

@@ -84,7 +84,7 @@ class Prompted:
         example = self._examples.example(number)
         if example[NUMBER] != number:
             where = self._examples.rows[number].where
-            raise DataError(f"{where}: a file is lost, and answers about it are still to be learnt from.")
+            raise DataError(f"{where}: a file is missing, and answers about it still have to be learnt from.")
         return example
 
     def _of(self, numbers: Sequence[int]) -> Tensors:

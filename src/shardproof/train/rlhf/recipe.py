@@ -200,13 +200,13 @@ def _check_balance(config: RlhfConfig) -> None:
     off = f"leave {option} out." if asked else "have router_aux_loss_coef 0 in the model's config.json."
     if config.checkpointing_reentrant:
         raise ConfigError(
-            f"--checkpointing-reentrant: the loss of {kind} has a term that balances the experts of {config.model}, "
-            f"and what routers give inside of that has no gradient.\nLeave --checkpointing-reentrant out, or {off}"
+            f"--checkpointing-reentrant: the loss of {kind} has a load-balancing term for the experts of"
+            f" {config.model}, and router outputs have no gradient inside reentrant checkpoints.\nLeave"
+            f" --checkpointing-reentrant out, or {off}"
         )
     if asked and not (hasattr(text, "output_router_logits") and hasattr(text, "num_experts")):
         raise ConfigError(
-            f"{option}: TRL has no loss that balances experts for models of this kind ({text.model_type})."
-            " Leave it out."
+            f"{option}: TRL has no load-balancing loss for models of this kind ({text.model_type}). Leave it out."
         )
 
 

@@ -73,8 +73,8 @@ class Judges:
         if silent and self._alone and not self._warned:
             self._warned = True
             log.warning(
-                "None of --reward-funcs %s judged %d of %d answers: each gave None, and nothing is learnt from them. "
-                "'accuracy' does so for rows without a right answer.",
+                "All --reward-funcs (%s) returned None for %d of %d answers, so nothing is learnt from those."
+                " 'accuracy' returns None for rows without a right answer.",
                 " ".join(self._names),
                 silent,
                 len(everyone[0]),
@@ -178,12 +178,12 @@ def number_from(value: Any, subject: str, wanted: str, of: str = "") -> float | 
         number = math.inf
     if number is not None and not math.isfinite(number):
         raise ConfigError(
-            f"{subject} returned {number}{of}, from which nothing can be learnt. Return a finite "
-            "number, or None where there is nothing to say."
+            f"{subject} returned {number}{of}, from which nothing can be learnt. Return a finite number, or None for"
+            f" no reward."
         )
     if number is not None and abs(number) > LARGEST:
         raise ConfigError(
-            f"{subject} returned {number:g}{of}. Rewards are computed in fp32, in which the deviation of such numbers "
-            f"is infinite, and nothing is learnt. Return one of at most {LARGEST:g}."
+            f"{subject} returned {number:g}{of}. Rewards are computed in fp32, where the standard deviation of such"
+            f" numbers is infinite, so nothing would be learnt. Return at most {LARGEST:g}."
         )
     return number

@@ -141,7 +141,8 @@ def check_columns_for(names: Sequence[str], columns: Collection[str], plugins: P
             raise ConfigError(f"--reward-funcs {name}{place_of(function)} {problem}")
         if function is accuracy and not given & set(REFERENCES):
             raise ConfigError(
-                f"--reward-funcs accuracy compares with a right answer, in a column {', '.join(REFERENCES[:-1])} or "
+                f"--reward-funcs accuracy compares answers with the right one, in a column"
+                f" {', '.join(REFERENCES[:-1])} or "
                 f"{REFERENCES[-1]}. The rows have: {there}.\nName it with --columns answer=NAME."
             )
 

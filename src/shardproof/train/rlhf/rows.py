@@ -55,7 +55,7 @@ class PairReport:
         self.rows += 1
         self.longest = max(self.longest, length)
         if length > config.max_length and config.truncation == "raise":
-            raise DataError(f"{row.where}: the row has {length} tokens, --max-length is {config.max_length}.")
+            raise DataError(f"{row.where}: the row has {length} tokens, but --max-length is {config.max_length}.")
         fits = length <= config.max_length
         if length > self.longest_kept and (fits or config.truncation != "drop"):
             self.longest_kept, self.longest_at = length, row.where
@@ -86,25 +86,29 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
     check_called(config, processing)
     if files_at := first_with_files(rows) if files_at is None else files_at:
         if config.precompute_ref:
-            raise ConfigError("--precompute-ref: the reference is asked once for rows of text only, not for pictures.")
+            raise ConfigError("--precompute-ref works with text only, and these rows have files.")
         for judge in config.reward_model:
             _check_reads(config, "--reward-model", judge)
         if config.teacher_model:
             _check_reads(config, "--teacher-model", config.teacher_model)
         if config.teacher_model_server:
-            raise ConfigError("--teacher-model-server: it is asked about tokens of text, and these rows have files.")
+            raise ConfigError("--teacher-model-server takes text only, and these rows have files.")
         for option in ("tools", "environments"):
             if getattr(config, option):
-                raise ConfigError(f"--{option}: answers call functions about text only, and these rows have files.")
+                raise ConfigError(
+                    f"--{option}: functions can be called in rows of text only, and these rows have files."
+                )
         if config.use_vllm and config.rlhf_type == "gkd":
-            raise ConfigError("--use-vllm: in gkd vLLM writes answers to rows of text only, and these rows have files.")
+            raise ConfigError("--use-vllm: in gkd vLLM generates answers for text only, and these rows have files.")
         if config.dynamic_sample:
-            raise ConfigError("--dynamic-sample: other questions are asked in rows of text only, and these have files.")
+            raise ConfigError("--dynamic-sample works with text only, and these rows have files.")
         if config.group_by_length:
-            raise ConfigError("--group-by-length: how many tokens a row with pictures has is known only in training.")
+            raise ConfigError(
+                "--group-by-length: the number of tokens of a row with pictures is known only during training."
+            )
         prompts = config.rlhf_type in REWARDED
         if processing is tokenizer_of(processing):
-            raise ConfigError(f"{files_at}: rows name files, and {config.model} is a model of text.")
+            raise ConfigError(f"{files_at}: rows name files, but {config.model} is a text model.")
         if isinstance(rows, Rows) and rows.ready:
             raise ConfigError("--cached-dataset: in rlhf rows with files are encoded in each run. Name their files.")
         return encode_pictured(config, rows, processing, partial(example_of, config), prompts, PairReport())
@@ -157,11 +161,11 @@ def _check_reads(config: RlhfConfig, option: str, model: str) -> None:
     """Raise ConfigError for a model beside the one that is trained which does not read files as that does."""
     ours, theirs = processor_class(config.model), processor_class(model)
     if theirs is None:
-        raise ConfigError(f"{option} {model} is a model of text, and these rows have files, which it is to read, too.")
+        raise ConfigError(f"{option} {model} is a text model, but these rows have files, which it must read too.")
     if ours not in (None, theirs):
         raise ConfigError(
-            f"{option} {model} has a {theirs}, and {config.model} a {ours}. These rows have files, which"
-            " both are given as one of them takes them: take one of the same family."
+            f"{option} {model} has a {theirs}, and {config.model} a {ours}. These rows have files, and both models"
+            f" get them in the same form: use a model of the same family."
         )
 
 
@@ -211,8 +215,8 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
                 example, conversations = example_of(config, row, seen)
                 if within and config.rlhf_type != "rm" and example.get("prompt", [{}])[-1].get("role") == "tool":
                     raise Problem(
-                        "its answer goes on behind a result of a tool, by --agent-template, and TRL, which writes"
-                        " prompts, begins one anew: end what is asked with a question, or take hermes"
+                        "with this --agent-template its answer continues after a tool result, but TRL starts a new"
+                        " answer after each prompt: end the prompt with a question, or use hermes"
                     )
                 tools = shown.of(row)
                 each = [_tokens(turns, row, template, seen, tokenizer, prompts, tools) for turns in conversations]
@@ -234,7 +238,7 @@ def _check_kind(row: Any, first: Any) -> None:
     if row.kind != first.kind:
         texts, chats = (row, first) if row.kind == "text" else (first, row)
         raise DataError(
-            f"{texts.where} is plain text and {chats.where} is a conversation, and a run takes one of the two.\nWrite"
+            f"{texts.where} is plain text and {chats.where} is a conversation, and a run cannot mix the two.\nWrite"
             " the text as a conversation ('messages', or 'query' and 'response'), or train on one of the two."
         )
 
@@ -315,7 +319,7 @@ def example_of(config: RlhfConfig, row: Any, seen: Any = None) -> tuple[dict[str
         columns = {name: value for name, value in row.extra["columns"].items() if name not in TAKEN}
         example = {**columns, "prompt": said(turns)}
     elif not chat:
-        raise DataError(f"{row.where}: --rlhf-type gkd takes conversations, such as 'messages' or 'query'.")
+        raise DataError(f"{row.where}: --rlhf-type gkd needs conversations, such as 'messages' or 'query'.")
     else:
         example = {"messages": turns}
     if row.extra.get("tools") and form is not PROMPTS:
@@ -326,15 +330,17 @@ def example_of(config: RlhfConfig, row: Any, seen: Any = None) -> tuple[dict[str
 def _refuse_passed_over(config: RlhfConfig, row: Any) -> None:
     """Raise Problem for what the algorithm has no use for in a row."""
     if config.rlhf_type == "rm" and row.extra.get("margin"):
-        raise Problem("it has a 'margin', and answers are compared without one here: take that column out of the rows")
+        raise Problem("it has a 'margin', which is not used here: remove that column")
     if config.taught and row.extra.get("columns", {}).get("teacher_prompt"):
-        raise Problem("it has a 'teacher_prompt', and the teacher is asked what the model is: take that column out")
+        raise Problem(
+            "it has a 'teacher_prompt', but the teacher gets the same prompt as the model: remove that column"
+        )
     if config.rlhf_type == "gkd" and form_of(config) is SUPERVISED:
         *before, last = [(i, turn) for i, turn in enumerate(row.messages) if turn["role"] == "assistant"]
         if not last[1].get("loss", True):
-            raise Problem("its last answer has 'loss': false, and gkd learns no other: leave the row out")
+            raise Problem("its last answer has 'loss': false, and gkd learns no other answer: remove the row")
         if marked := [i for i, turn in before if turn.get("loss")]:
-            raise Problem(f"messages[{marked[0]}] has 'loss': true, and gkd learns the last answer alone: take it out")
+            raise Problem(f"messages[{marked[0]}] has 'loss': true, but gkd learns only the last answer: remove it")
 
 
 def _refuse_tools(config: RlhfConfig, row: Any) -> None:

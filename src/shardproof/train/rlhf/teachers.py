@@ -40,8 +40,8 @@ def check_topk(config: RlhfConfig) -> None:
         tokens = getattr(known and known.get_text_config(), "vocab_size", None)
         if tokens and config.gkd_logits_topk > tokens:  # type: ignore[operator]  # there is none without
             raise ConfigError(
-                f"--gkd-logits-topk {config.gkd_logits_topk}: {source} knows {tokens} tokens. Leave it out to compare"
-                " in all of them."
+                f"--gkd-logits-topk {config.gkd_logits_topk}: {source} knows {tokens} tokens. Leave it out to"
+                f" compare all of them."
             )
 
 
@@ -51,17 +51,21 @@ def check_served(config: RlhfConfig) -> None:
         return
     said = f"{OPTION} {config.teacher_model_server}"
     if config.teacher_model:
-        raise ConfigError(f"{said} and --teacher-model: there is one teacher. Leave one of them out.")
+        raise ConfigError(f"{said} and --teacher-model: only one teacher can be used. Leave one of them out.")
     if not config.teacher_model_server.startswith(("http://", "https://")):
-        raise ConfigError(f"{said}: should be the address of one server, such as http://localhost:8000.")
+        raise ConfigError(f"{said}: must be the address of one server, such as http://localhost:8000.")
     if config.rlhf_type == "gkd" and not config.gkd_logits_topk:
-        raise ConfigError(f"{said} tells its likeliest tokens, and no whole distribution: add --gkd-logits-topk 64.")
+        raise ConfigError(
+            f"{said} returns only its likeliest tokens, not the full distribution: add --gkd-logits-topk 64."
+        )
     if config.seq_kd:
-        raise ConfigError(f"{said} and --seq-kd: a server judges tokens, and writes no answers. Leave one of them out.")
+        raise ConfigError(
+            f"{said} and --seq-kd: a server scores tokens but does not generate answers. Leave one of them out."
+        )
     if config.rlhf_type == "grpo" and config.temperature != 1:
         raise ConfigError(
-            f"{said} says how probable tokens are at temperature 1, and answers are drawn at --temperature"
-            f" {config.temperature:g}, at which they are compared. Take --temperature 1, or --teacher-model."
+            f"{said} returns probabilities at temperature 1, but answers are sampled and compared at --temperature"
+            f" {config.temperature:g}. Use --temperature 1, or --teacher-model."
         )
 
 
@@ -90,7 +94,7 @@ def check_teacher_server(config: RlhfConfig, processing: Any, report: Any) -> No
         if ours is not None and ours != text and UNKNOWN not in ours + text:
             raise ConfigError(
                 f"{OPTION} {server.address}: token {token} of {server.model} is {text!r}, and of {config.model}"
-                f" {ours!r}. A teacher is given the tokens of the model: take one with the same tokenizer."
+                f" {ours!r}. The teacher gets the tokens of the model: use one with the same tokenizer."
             )
 
 
@@ -150,8 +154,8 @@ class TeacherServer:
     def _tell_beyond(self, token: int, among: int) -> None:
         if not self._told_beyond:
             log.warning(
-                "%s %s has token %d among its likeliest ones, and --model has %d tokens: those beyond are left out, and"
-                " the two are compared in the rest.",
+                "%s %s has token %d among its likeliest ones, and --model has %d tokens: those beyond are left out,"
+                " and only the rest are compared.",
                 OPTION,
                 self.address,
                 token,
@@ -217,19 +221,19 @@ class TeacherServer:
         if [len(row) - 1 for row in rows] != [len(of_row) for of_row in entries]:
             told = [len(of_row) + 1 for of_row in entries]
             raise ConfigError(
-                f"{OPTION} {self.address} was asked about {len(rows)} row(s) of {[len(row) for row in rows]} tokens and"
-                f" told of {told}. It should take tokens as they are: vllm serve MODEL does."
+                f"{OPTION} {self.address} got {len(rows)} row(s) of {[len(row) for row in rows]} tokens, but"
+                f" answered for {told}. It must accept token ids unchanged, as vllm serve MODEL does."
             )
         for row, of_row in zip(rows, entries, strict=True):
             for token, entry in zip(row[1:], of_row, strict=True):
                 if token not in entry:
                     raise ConfigError(
-                        f"{OPTION} {self.address} says nothing of token {token}, about which it was asked. It should"
-                        " take tokens as they are: vllm serve MODEL does."
+                        f"{OPTION} {self.address} returns no log-probability for token {token}, which was in the"
+                        f" request. It must accept token ids unchanged, as vllm serve MODEL does."
                     )
                 if len(entry) < self.topk:
                     raise ConfigError(
-                        f"{OPTION} {self.address} gives {len(entry)} log-probabilities of a token, and"
+                        f"{OPTION} {self.address} returns {len(entry)} log-probabilities per token, but"
                         f" --gkd-logits-topk is {self.topk}.\n{self._more()}"
                     )
 
@@ -275,13 +279,13 @@ class TeacherServer:
         except (ValueError, KeyError, TypeError, AttributeError):
             pass
         if error.code in (401, 403):
-            what = "It is asked without a key: start it without --api-key."
+            what = "Requests have no key: start it without --api-key."
         elif moved := error.headers.get("Location"):
             what = f"It has moved to {moved}: give that address, without the path."
         elif "logprobs" in said and self.topk:
             what = self._more()
         else:
-            what = "It was asked about tokens of the model's rows."
+            what = "The request had tokens of the model's rows."
         return ConfigError(f"{OPTION} {self.address}{path} answers {error.code}: {said or error.reason}\n{what}")
 
 

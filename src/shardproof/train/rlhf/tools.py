@@ -38,8 +38,8 @@ def check_named(config: RlhfConfig, option: str, word: str, twice: str) -> None:
     together = together_by(config)
     if named and together:
         raise ConfigError(
-            f"{option} and {together}, and answers of some call more often"
-            " than those of others, which would not ask. Leave one of them out."
+            f"{option} and {together}, but some ranks would need more rounds of calls than others, which would not"
+            f" join the request. Leave one of them out."
         )
     names = [name.rpartition(":")[2] for name in named]
     again = next((name for i, name in enumerate(names) if name in names[:i]), None)
@@ -92,7 +92,7 @@ def _as_text(value: Any) -> str:
     """Raises ValueError for a picture, which the model is told as any other failure of a call."""
     parts = value if isinstance(value, list) and value and all(isinstance(part, dict) for part in value) else []
     if any(part.get("type") == "image" and "image" in part for part in parts):
-        raise ValueError("it returned a picture, and answers go on with text only")
+        raise ValueError("it returned a picture, but answers can continue with text only")
     if parts and all(part.get("type") == "text" and "text" in part for part in parts):
         return whole_text("".join(str(part["text"]) for part in parts))
     return whole_text(str(value))
@@ -116,8 +116,8 @@ def descriptions(names: Sequence[str]) -> list[dict[str, Any]] | None:
         own = own_name(description)
         if own in named:
             raise ConfigError(
-                f"{OPTION} {named[own]} {name}: both functions call themselves {own} (__name__), and the model could"
-                " not tell them apart."
+                f"{OPTION} {named[own]} {name}: both functions have the __name__ {own}, so the model could not tell"
+                f" them apart."
             )
         named[own] = name
     return found or None
@@ -137,15 +137,15 @@ def description_of(option: str, name: str, function: Any) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ConfigError(f"{option} {name}: it yields, and a call has one answer: return it.")
+        raise ConfigError(f"{option} {name}: it is a generator, but a call has one result: use return.")
 
     try:
         return dict(get_json_schema(function))
     except Exception as error:  # several kinds of its own
         why = first_line(error).rstrip(".!")
         raise ConfigError(
-            f"{option} {name}: {why}.\nThe model learns what a function does from its docstring (Google's form, with"
-            " 'Args:') and from the types of its arguments: write both."
+            f"{option} {name}: {why}.\nThe model learns what a function does from its docstring (Google style, with"
+            f" 'Args:') and its argument types: write both."
         ) from error
 
 
@@ -164,8 +164,8 @@ def check_called(config: RlhfConfig, processing: Any) -> None:
     tokenizer = copy.copy(tokenizer_of(processing))
     if not supports_tool_calling(tokenizer):
         raise ConfigError(
-            f"{option}: the chat template of {config.model} has no words for calls of functions and what they return."
-            " Take a model that was made for them, or give its template by --chat-template."
+            f"{option}: the chat template of {config.model} does not support function calls and their results. Use a"
+            f" model that was trained for them, or give such a template with --chat-template."
         )
     try:
         if (
@@ -177,6 +177,6 @@ def check_called(config: RlhfConfig, processing: Any) -> None:
             get_training_chat_template(tokenizer)
     except ValueError as error:
         raise ConfigError(
-            f"{option}: TRL does not know how answers in the chat template of {config.model} call functions. It knows"
-            " those of Qwen2.5, Qwen3, Llama 3.1, gpt-oss, GLM-4 and others as they were published."
+            f"{option}: TRL cannot parse function calls in the chat template of {config.model}. It knows the"
+            f" published templates of Qwen2.5, Qwen3, Llama 3.1, gpt-oss, GLM-4 and others."
         ) from error

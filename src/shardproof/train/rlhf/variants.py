@@ -120,28 +120,30 @@ def check_variant(config: RlhfConfig) -> None:
     losses = config.loss_type or [LOSS.get(kind, kind)]
     for name, known in OF_LOSSES.get(kind, {}).items():
         if (said := _said(config, name)) and not {*losses} & {*known}:
-            raise ConfigError(f"{said} means nothing to --loss-type {' '.join(losses)}; it is for {', '.join(known)}.")
+            raise ConfigError(f"{said} does not apply to --loss-type {' '.join(losses)}; it is for {', '.join(known)}.")
     for name, (there, option) in (BESIDE | OPTIONS_BESIDE).items():
         if (said := _said(config, name)) and not there(config):
-            raise ConfigError(f"{said} means nothing without {option}: add that, or leave it out.")
+            raise ConfigError(f"{said} has no effect without {option}: add that, or leave it out.")
     named = {*config.model_stages, *config.model_precisions, *config.model_offloads}
     if "ref_model" in named and kind in REWARDED and not refers(config):
         raise ConfigError(
-            f"--model-stages, --model-precisions or --model-offloads ref_model: --rlhf-type {kind} has a reference with"
-            " a --beta above 0 only."
+            f"--model-stages, --model-precisions or --model-offloads ref_model: --rlhf-type {kind} has a reference"
+            f" only with --beta above 0."
         )
     _check_best(config)
     if config.beta == 0 and _all_by_beta(config, losses):
         raise ConfigError(
-            f"--beta 0: the loss of {kind} compares answers by a multiple of --beta, or divides by it, so that nothing "
-            "is learnt with 0. Take one above 0, or leave --beta out."
+            f"--beta 0: the loss of {kind} multiplies or divides by --beta, so nothing is learnt with 0. Use a value"
+            f" above 0, or leave --beta out."
         )
     if kind == "gkd" and config.beta is not None and config.beta > 1:
-        raise ConfigError(f"--beta {config.beta:g}: in gkd it goes from 0, the KL divergence, to 1, the reverse one.")
+        raise ConfigError(
+            f"--beta {config.beta:g}: in gkd it must be between 0, the KL divergence, and 1, the reverse one."
+        )
     for name in ("loss_weights", "reward_weights"):
         weights = getattr(config, name)
         if weights and not any(weights) and not config.environments:
-            raise ConfigError(f"{flag(name)} are all 0: nothing would be learnt. Give one of them another weight.")
+            raise ConfigError(f"{flag(name)} are all 0, so nothing would be learnt. Give one of them another weight.")
     if kind == "dpo":
         _check_dpo(config, losses)
     if kind == "grpo":
@@ -176,8 +178,8 @@ def _check_best(config: RlhfConfig) -> None:
     known = ["loss", *(figure for figure in FIGURES[kind] if figure not in DISTANCES)]
     if name in {*DISTANCES} & {*FIGURES[kind]}:
         raise ConfigError(
-            f"--best-metric {config.best_metric}: of what is no loss more is better, and the best would be the"
-            " farthest. Take loss, which is that distance where a teacher alone judges, or what answers are worth."
+            f"--best-metric {config.best_metric}: metrics other than losses are maximised, so the best would be the"
+            " farthest. Use loss, which is that distance where only a teacher judges, or a reward."
         )
     if config.by_teacher_alone:
         known = [figure for figure in known if not figure.startswith(OF_REWARDS)]
@@ -198,7 +200,7 @@ def _check_dpo(config: RlhfConfig, losses: list[str]) -> None:
     if config.loss_weights and len(config.loss_weights) != len(losses):
         raise ConfigError(
             f"--loss-weights has {len(config.loss_weights)} weight(s) for {len(losses)} --loss-type"
-            f" ({' '.join(losses)}): each has one, in their order."
+            f" ({' '.join(losses)}): give one for each, in order."
         )
     if "exo_pair" in losses and not config.label_smoothing:
         raise ConfigError("--loss-type exo_pair needs a --label-smoothing above 0; its paper takes 0.001.")
@@ -224,15 +226,16 @@ def _check_advantages(config: RlhfConfig) -> None:
         others = ("scale_rewards", "advantage_estimator", "kl_in_reward")
         said = next(filter(None, (_said(config, name) for name in others)))
         raise ConfigError(
-            f"--trl-arguments multi_objective_aggregation=normalize_then_sum and {said}: it scales the rewards of each"
-            " function by themselves, and compares their sum with that of all. Leave one of them out."
+            f"--trl-arguments multi_objective_aggregation=normalize_then_sum and {said}: it normalises the rewards"
+            f" of each function separately, and then their sum over all answers. Leave one of them out."
         )
     _check_compared(config, in_reward)
     steps, every = config.steps_per_generation, config.gradient_accumulation_steps
     if config.loss_type == ["fipo"] and config.num_iterations == 1 and (steps is None or (every and steps <= every)):
         raise ConfigError(
-            "--loss-type fipo weighs tokens by how the model has moved since they were written, and each answer is"
-            " learnt from once, before it moves. Add --num-iterations 2, or more --steps-per-generation than"
+            "--loss-type fipo weights tokens by how the model has changed since they were generated, but each answer"
+            " is learnt from only once, before the model changes. Add --num-iterations 2, or more"
+            " --steps-per-generation than"
             " --gradient-accumulation-steps."
         )
     if config.taught:
@@ -243,8 +246,8 @@ def _check_advantages(config: RlhfConfig) -> None:
         }
         if idle := [said for said, given in of_answers.items() if given]:
             raise ConfigError(
-                f"{idle[0]} and --teacher-model: it goes by the advantage of a whole answer, and a teacher gives each"
-                " token its own. Leave one of them out."
+                f"{idle[0]} and --teacher-model: it uses one advantage per answer, but a teacher gives each token"
+                f" its own. Leave one of them out."
             )
 
 
@@ -255,13 +258,13 @@ def _check_compared(config: RlhfConfig, in_reward: bool) -> None:
         return
     if in_reward and config.generations == 1:
         raise ConfigError(
-            "--num-generations 1 and a distance to the reference in the reward: it is compared with that of other"
-            " answers to a prompt, of which there are none, so that --beta would decide nothing. Give --kl-in-reward no"
-            " (then it is in the loss), or take 2 answers or more."
+            "--num-generations 1 and a distance to the reference in the reward: rewards are compared with those of"
+            " other answers to the prompt, and there are none, so --beta would have no effect. Use --kl-in-reward"
+            " no, which puts it in the loss, or 2 or more answers."
         )
     for name in ("advantage_estimator", "scale_rewards"):
         if not in_reward and (said := _said(config, name)):
-            raise ConfigError(f"{said} means nothing without rewards: a teacher alone judges. Leave it out.")
+            raise ConfigError(f"{said} has no effect without rewards: only a teacher judges. Leave it out.")
 
 
 def _said(config: RlhfConfig, name: str) -> str:

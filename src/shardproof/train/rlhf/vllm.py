@@ -38,7 +38,7 @@ def check_vllm(config: RlhfConfig, world_size: int) -> None:
     other, where = (SERVED, "server") if config.vllm_mode == "colocate" else (COLOCATED, "colocate")
     idle = next((name for name in given if name in other), None)
     if idle is not None:
-        raise ConfigError(f"{flag(idle)} means something with --vllm-mode {where} only: leave it out.")
+        raise ConfigError(f"{flag(idle)} applies only to --vllm-mode {where}: leave it out.")
     if config.vllm_server and {"vllm_server_host", "vllm_server_port"} & {*given}:
         raise ConfigError("--vllm-server is the whole address: leave out --vllm-server-host and --vllm-server-port.")
     if not config.use_vllm:
@@ -49,8 +49,8 @@ def check_vllm(config: RlhfConfig, world_size: int) -> None:
     if importlib.util.find_spec("vllm") is None:
         does = "each rank generates" if config.vllm_mode == "colocate" else "TRL's client sends weights to the server"
         raise ConfigError(
-            f"--use-vllm: the package vllm is not installed here, with which {does}: "
-            "pip install vllm.\nWithout --use-vllm the model itself generates, sharded."
+            f"--use-vllm: the package vllm, with which {does}, is not installed: pip install vllm.\nWithout"
+            f" --use-vllm the sharded model generates."
         )
 
 
@@ -121,7 +121,7 @@ def check_fits(config: RlhfConfig, rows: Any) -> None:
     """
     if config.use_vllm and said_by(config.model, "config.json").get("quantization_config"):
         raise ConfigError(
-            f"--use-vllm: {config.model} has packed weights, in which vLLM would compute, and it is sent unpacked ones."
+            f"--use-vllm: {config.model} has packed weights, which vLLM would use, but it is sent unpacked ones."
             f"\nUnpack it first: shardproof export {config.model} FOLDER, and name that folder as --model."
         )
     known = declared(config) if config.use_vllm and config.vllm_mode == "colocate" else None
@@ -131,15 +131,16 @@ def check_fits(config: RlhfConfig, rows: Any) -> None:
     plain = (getattr(known.get_text_config(), "rope_parameters", None) or {}).get("rope_type") == "default"
     if said and positions and plain and said > positions:
         raise ConfigError(
-            f"--vllm-max-model-len {said}: {config.model} has {positions} positions, and vLLM starts with no more."
-            " Leave it out: there is room for rows and answers."
+            f"--vllm-max-model-len {said}: {config.model} has {positions} positions, and vLLM does not start with"
+            f" more. Leave it out: rows and answers fit."
         )
     longest, room = rows.report.longest_kept, room_of(config, known)
     why = f"--vllm-max-model-len {said}" if said else f"{config.model} has {room} positions"
     if longest >= room:
         raise ConfigError(
-            f"{rows.report.longest_at}: the prompt has {longest} tokens, and {why}: no answer has room."
-            f" {'Raise it, or give' if said else 'Give'} --max-length {max(room - 1, 2)}: longer prompts are left out."
+            f"{rows.report.longest_at}: the prompt has {longest} tokens, and {why}, so there is no room for an answer."
+            f" {'Raise it, or give' if said else 'Give'} --max-length {max(room - 1, 2)}: this leaves longer prompts"
+            f" out."
         )
     if longest + config.max_completion_length > room:
         log.warning(
@@ -158,8 +159,8 @@ def check_server(config: RlhfConfig) -> None:
 
     if default_device().type != "cuda":  # ROCm's devices bear that name too
         raise ConfigError(
-            "--use-vllm: weights go to the server over NCCL, from GPU to GPU, and there is none here.\n"
-            "Without --use-vllm the model itself generates, sharded."
+            "--use-vllm: weights are sent to the server over NCCL, from GPU to GPU, and there is no GPU"
+            " here.\nWithout --use-vllm the sharded model generates."
         )
     problem = _problem(config.vllm_address)
     if problem and config.vllm_server_timeout:

@@ -212,8 +212,8 @@ def _part(
     found, whole = source.encoded(wanted, longest)
     if not whole and isinstance(report, EncodeReport) and kind is not EncodeReport:
         raise ConfigError(
-            f"{source.name}: of rows of --task {source.said['options'].get('task')} that were encoded before all are"
-            " taken. Leave --val-split and #N out, and hold rows out when they are encoded: 'shardproof data encode"
+            f"{source.name}: encoded rows of --task {source.said['options'].get('task')} can only be used in full."
+            f" Leave --val-split and #N out, and hold rows out when encoding them: 'shardproof data encode"
             " --val-split'."
         )
     found.report = report if whole else _of_part(report, found, len(wanted))
@@ -259,8 +259,8 @@ def _longest(config: RunConfig, source: CachedRows, report: Any, tokens: bool) -
     there = "without --max-length" if most == ANY_LENGTH else f"with --max-length {most} --truncation {cut}"
     raise ConfigError(
         f"{source.name} was encoded {there}, and its longest row has {report.longest:,} tokens; this run has"
-        f" --max-length {config.max_length} --truncation {config.truncation}, which makes other rows of it.\n"
-        "Encode the rows again with these two, or train with those of the folder."
+        f" --max-length {config.max_length} --truncation {config.truncation}, which gives other rows.\nEncode the"
+        f" rows again with these two options, or train with those of the folder."
     )
 
 
@@ -272,7 +272,7 @@ def _check_options(source: CachedRows, here: dict[str, Any]) -> None:
 def _check_command(name: str, said: dict[str, Any], command: str) -> None:
     if (there := said["options"]["command"]) != command:
         raise ConfigError(
-            f"{name} was encoded for 'shardproof {there}', and this is '{command}'.\nEncode its rows again:"
+            f"{name} was encoded for 'shardproof {there}', but this is '{command}'.\nEncode its rows again:"
             f" 'shardproof data encode {command} ...'."
         )
 
@@ -300,12 +300,12 @@ def _check_processing(config: RunConfig, source: CachedRows, here: dict[str, str
     odd = [name for name in dict.fromkeys((*there, *here)) if there.get(name) != here.get(name)]
     if odd:
         raise ConfigError(
-            f"{source.name} was encoded with another {odd[0]} than that of this run (--model {config.model}).\nEncode"
+            f"{source.name} was encoded with a {odd[0]} other than that of this run (--model {config.model}).\nEncode"
             " its rows again with this model and these options, or train the model that it was encoded for."
         )
     if writes_day(getattr(tokenizer, "chat_template", None)) and source.said["day"] != str(day_of(tokenizer)):
         raise ConfigError(
-            f"{source.name}: the chat template writes the day, which was {source.said['day']} when its rows were"
+            f"{source.name}: the chat template writes the date, which was {source.said['day']} when its rows were"
             f" encoded, and is {day_of(tokenizer)} in other rows of this run. Encode all of them on one day."
         )
 

@@ -23,7 +23,9 @@ def lengths_of(rows: Any) -> list[int]:
     encoded = getattr(rows, "encoded", rows)
     names = [name for name in encoded.column_names if name.endswith("_ids") and not name.endswith(NO_TOKENS)]
     if not names:
-        raise ConfigError("--group-by-length: how many tokens these rows have is known only in training. Leave it out.")
+        raise ConfigError(
+            "--group-by-length: the number of tokens in these rows is known only during training. Leave it out."
+        )
     table = encoded.with_format("arrow")
     lengths = [pyarrow.compute.list_value_length(table[name][:]).to_pylist() for name in names]
     return [sum(row) for row in zip(*lengths, strict=True)]

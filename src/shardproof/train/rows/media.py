@@ -30,7 +30,7 @@ def check_media_root(config: RunConfig) -> None:
     if root is not None and not root.is_dir():
         what = "is a file" if root.exists() else f"does not exist{_nearest(root)}"
         raise ConfigError(
-            f"--media-root {config.media_root} {what}.\nName the folder that pictures, sounds and videos lie in."
+            f"--media-root {config.media_root} {what}.\nName the folder of the pictures, audio and video files."
         )
 
 
@@ -63,7 +63,7 @@ def media_limits(config: RunConfig, processor: Any) -> Limits:
     hears = getattr(processor, "feature_extractor", None)
     for pixels, tokens in EITHER:
         if None not in (getattr(config, pixels), getattr(config, tokens)):
-            raise ConfigError(f"{flag(pixels)} and {flag(tokens)} are two bounds of one thing. Give one of them.")
+            raise ConfigError(f"{flag(pixels)} and {flag(tokens)} set the same bound. Give one of them.")
     bound = min((n for n in (config.max_image_tokens, config.max_frame_tokens) if n is not None), default=None)
     side, fewest = (1, 1) if bound is None else _square_of_token(config, processor, bound)
     return Limits(
@@ -95,12 +95,13 @@ def _square_of_token(config: RunConfig, processor: Any, bound: int) -> tuple[int
     said = square_of_token(processor)
     if said is None:
         raise ConfigError(
-            f"{flag(given)}: the processor of {config.model} does not say how many pixels a token has. Take"
-            " --max-pixels and --max-frame-pixels."
+            f"{flag(given)}: the processor of {config.model} does not say how many pixels a token has. Use"
+            f" --max-pixels and --max-frame-pixels."
         )
     if bound < 2 * said[1]:  # it scales the smallest ones up, and rounds up then
         raise ConfigError(
-            f"{flag(given)} {bound}: the processor of {config.model} makes up to {2 * said[1]} of the smallest picture."
+            f"{flag(given)} {bound}: the processor of {config.model} makes up to {2 * said[1]} tokens from the"
+            f" smallest picture."
         )
     return said
 
@@ -122,7 +123,7 @@ def check_templated(plain: bool, model: str) -> None:
     """Raise ConfigError for --plain with a model that takes files."""
     if plain:
         raise ConfigError(
-            f"--plain: the model {model} takes files, and its chat template says where they stand. Leave it out."
+            f"--plain: the model {model} takes files, and its chat template says where they go. Leave it out."
         )
 
 
@@ -141,7 +142,7 @@ def warn_of_limits(config: RunConfig, processing: Any) -> None:
     there = [name for name in OF_FILES if name in defaults]  # one is of sft
     given = [flag(name) for name in there if getattr(config, name) != defaults[name].default]
     if given:
-        log.warning("%s without effect: %s takes no pictures, sounds or videos.", ", ".join(given), config.model)
+        log.warning("%s: no effect, as %s takes no pictures, audio or video.", ", ".join(given), config.model)
 
 
 def check_options(config: SftConfig, streams: bool = False) -> None:
@@ -155,7 +156,7 @@ def check_options(config: SftConfig, streams: bool = False) -> None:
     )
     for asked, name in asked_for:
         if asked:
-            raise ConfigError(f"--{name} is for models of text, and {config.model} comes with a processor of media.")
+            raise ConfigError(f"--{name} is for text models, but {config.model} has a media processor.")
 
 
 def check_spoken(config: SftConfig, rows: Rows) -> None:
@@ -164,7 +165,9 @@ def check_spoken(config: SftConfig, rows: Rows) -> None:
         return
     family = family_of(_declared(config.model))
     if (family is None or family.codes) and not any(row.extra.get("codes") for row in rows):
-        raise ConfigError("--train-parts talker learns from rows with 'codes', those of the spoken answer: none has.")
+        raise ConfigError(
+            "--train-parts talker needs rows with 'codes', those of the spoken answer, and none has them."
+        )
 
 
 def check_codes(model: str, rows: Rows) -> None:

@@ -16,8 +16,8 @@ def warn_of_plain(rows: Any, tokenizer: Any, columns: str) -> None:
     first = rows[0]
     if first.kind == "text" and first.messages[0]["content"].strip():
         log.warning(
-            "%s: 'prompt' is plain text, which does not go through the model's chat template. Where it is a question"
-            " to a chat model, make a conversation of it: --columns %s",
+            "%s: 'prompt' is plain text, to which the chat template is not applied. If it is a question to a chat"
+            " model, read it as a conversation: --columns %s",
             first.where,
             columns,
         )

@@ -152,7 +152,7 @@ class StreamMixin(Base):
             passes, step = self.train_dataset.passes, self.state.global_step
             log.warning("--max-epochs %s ends the run after step %s of %s.", passes, step, self.args.max_steps)
         if told.file is not None and (told.bad or told.report.dropped or told.report.unlearnable):
-            log.warning("Of the stream were read: %s.", told)
+            log.warning("Rows read from the stream: %s.", told)
         return trained
 
     def kept_by_rank(self) -> dict[str, Any]:

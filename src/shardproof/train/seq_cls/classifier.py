@@ -59,7 +59,7 @@ class Classifier(Loaded):
         if plain:
             self.tokenizer.chat_template = None
         if self.tokenizer.pad_token_id is None:
-            raise ConfigError(f"The tokenizer in {folder} has no token to pad with. Set its pad_token.")
+            raise ConfigError(f"The tokenizer in {folder} has no padding token. Set its pad_token.")
         self.limits = media_limits(media or SftConfig(), self.processing) if self.takes_files else None
         self.encoder = self._encoder(system)
         self.load()

@@ -40,19 +40,19 @@ def labels_of(config: SftConfig) -> Labels:
         count = 1
     if not count:
         raise ConfigError(
-            "--task seq_cls: how many labels are there? Say --num-labels N, or name them: --label-names ham spam."
+            "--task seq_cls needs the number of labels: add --num-labels N, or name them: --label-names ham spam."
             + _suggested(config)
         )
     if names and len(names) != count:
         raise ConfigError(f"--num-labels {count}, and --label-names has {len(names)}. Leave --num-labels out.")
     if known is not None and len(known.names) != count:
         raise ConfigError(
-            f"{config.begins_with} tells {len(known.names)} labels apart already ({', '.join(known.names[:5])}), not"
-            f" {count}: leave --num-labels and --label-names out, or take the model that it was made from."
+            f"{config.begins_with} already has {len(known.names)} labels ({', '.join(known.names[:5])}), not"
+            f" {count}: leave --num-labels and --label-names out, or use the model that it was made from."
         )
     problem = config.problem_type
     if count == 1 and problem == SINGLE:
-        raise ConfigError("--problem-type single_label_classification: there is nothing to tell apart by one label.")
+        raise ConfigError("--problem-type single_label_classification: one label leaves nothing to classify.")
     if known is not None:
         found = known if not names else dataclasses.replace(known, names=tuple(names))
         return dataclasses.replace(found, problem=problem or known.problem)
@@ -97,7 +97,7 @@ def _names(given: list[str]) -> list[str]:
             raise ConfigError(f"--label-names {given[0]} cannot be read: {reason}.") from None
         given = [line.strip() for line in lines if line.strip()]
     if twice := next((name for name, count in Counter(given).items() if count > 1), None):
-        raise ConfigError(f"--label-names: {twice!r} stands there twice.")
+        raise ConfigError(f"--label-names: {twice!r} is listed twice.")
     return given
 
 

@@ -49,7 +49,7 @@ def _check_measured(config: SftConfig) -> None:
     if config.metrics and not config.holds_out:
         raise ConfigError("--metrics needs rows to evaluate on: add --val-dataset or --val-split.")
     if taken := next((name for name in config.metrics if name in there), None):
-        raise ConfigError(f"--metrics {taken}: an evaluation has that anyway. Give yours another name.")
+        raise ConfigError(f"--metrics {taken}: evaluations already report a metric of that name. Rename yours.")
 
 
 def read(config: SftConfig) -> tuple[Any, Any]:

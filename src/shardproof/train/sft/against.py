@@ -17,8 +17,8 @@ def check_spoken_loss(config: SftConfig) -> None:
         return
     if config.loss == "all":
         raise ConfigError(
-            f"--loss all and --train-parts {TALKER}: a {TALKER} speaks the last answer, which begins where what is not "
-            "learnt ends. Leave one of them out."
+            f"--loss all and --train-parts {TALKER}: a {TALKER} speaks the last answer, which starts after the"
+            f" tokens that are not learnt. Leave one of them out."
         )
     others = {
         "--chunked-loss": config.chunked_loss,
@@ -27,7 +27,7 @@ def check_spoken_loss(config: SftConfig) -> None:
     }
     if other := next((name for name, given in others.items() if given), None):
         raise ConfigError(
-            f"{other} computes the loss of words, --train-parts {TALKER} learns codes of speech, too. Leave one of"
+            f"{other} computes the loss of text, but --train-parts {TALKER} also learns speech codes. Leave one of"
             " them out."
         )
 
@@ -74,7 +74,8 @@ def check_balance(config: SftConfig) -> None:
     _refuse("--router-aux-loss-coef", against, "that loss has no term that balances experts")
     if config.checkpointing_reentrant:
         raise ConfigError(
-            "--router-aux-loss-coef and --checkpointing-reentrant: what routers give inside of that has no gradient. "
+            "--router-aux-loss-coef and --checkpointing-reentrant: router outputs have no gradient inside reentrant"
+            " checkpoints. "
             "Leave --checkpointing-reentrant out."
         )
 

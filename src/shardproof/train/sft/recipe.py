@@ -72,7 +72,7 @@ def check(config: SftConfig, world_size: int) -> Batch:
     check_weights(config)
     check_balance(config)
     if config.chunked_loss and config.loss not in KINDS["loss"].built_in:
-        raise ConfigError(f"--chunked-loss computes the causal loss; --loss {config.loss} wants the logits.")
+        raise ConfigError(f"--chunked-loss computes the causal loss; --loss {config.loss} needs the logits.")
     check_spoken_loss(config)
     check_answering(config)
     return run.check(config, world_size)
@@ -129,8 +129,8 @@ def _check_terms(config: SftConfig) -> None:
     if weighs and hasattr(type(found)(), "output_router_logits"):
         option = "--chunked-loss" if config.chunked_loss else "--sequence-parallel"
         raise ConfigError(
-            f"{option} computes the cross entropy alone, and the loss of {config.model} has a term that balances "
-            f"experts (output_router_logits in config.json).\nLeave {option} out, or have that false there."
+            f"{option} computes the cross entropy alone, and the loss of {config.model} has a load-balancing term"
+            f" for its experts (output_router_logits in config.json).\nLeave {option} out, or set that to false."
         )
 
 
@@ -306,7 +306,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     config = prepared.config
     add_in_one_order(config)
     if config.liger_kernel and not torch.accelerator.is_available():
-        raise ConfigError("--liger-kernel: its kernels are for a GPU, and there is none. --chunked-loss runs anywhere.")
+        raise ConfigError("--liger-kernel: its kernels need a GPU, and there is none. --chunked-loss runs anywhere.")
     plugins = load(config.external_plugins)
     model = load_model(prepared.model, config, model_type=config.model_type, to_shard=True)
     model = in_bits(model, config)
