@@ -1,5 +1,5 @@
-"""What is refused before a model is touched: by `shard`, because ranks would differ, nothing would be trained or its
-work would be done twice, and by all that wants a sharded one."""
+"""Checks before a model is touched: by `shard`, of models in which ranks would differ, nothing would be trained or work
+would be done twice; and by functions that need a sharded model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ READER = "read_range"
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Refuse what averages gradients, cuts parameters or splits batches itself."""
+    """Refuse wrappers that average gradients, shard parameters or split batches themselves."""
     for name, module in model.named_modules():
         if _WRAPPERS & {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.")}:
             where = f"'{name}'" if name else "The model"
@@ -60,7 +60,7 @@ def check_steps(model: nn.Module) -> None:
 
 
 def check_forwards(model: nn.Module, ranks: int) -> None:
-    """Refuse modules whose forward changes their weights by the data of one rank."""
+    """Refuse modules whose forward changes weights depending on one rank's data."""
     for name, module in model.named_modules():
         if ranks > 1 and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise EngineError(
@@ -70,7 +70,8 @@ def check_forwards(model: nn.Module, ranks: int) -> None:
 
 
 def warn_of_statistics(model: nn.Module, precision: MixedPrecision | None) -> None:
-    """Name what torch will not compute: it normalizes batches in the dtype of their statistics, which buffers keep."""
+    """Warn of what torch will not compute: it normalizes in the dtype of the running statistics, and buffers keep
+    theirs."""
     if precision is None:
         return
     other = [
@@ -101,7 +102,7 @@ def check_codes(model: nn.Module, precision: MixedPrecision | None) -> None:
 
 
 def check_and_move(model: nn.Module, device: torch.device) -> None:
-    """Refuse what has no values, move buffers to `device`, and say in one line what lay elsewhere.
+    """Refuse tensors without values, move buffers to `device`, and log in one line which were elsewhere.
 
     Parameters are moved unit by unit while they are cut.
     """
@@ -147,9 +148,9 @@ def _abridged(names: list[str]) -> str:
 
 
 def check_memory(model: nn.Module) -> None:
-    """Refuse two objects in one memory of which one is trained: sharded, each has a memory of its own.
+    """Refuse two tensors in the same memory if one is trained: once sharded, each has memory of its own.
 
-    What is looked at is contiguous. Views that lie between each other (columns of one matrix) share nothing.
+    Only contiguous tensors are checked. Interleaved views (columns of one matrix) share nothing.
     """
     spans: list[tuple[int, int, int, str, bool]] = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -173,7 +174,7 @@ def check_memory(model: nn.Module) -> None:
 
 
 def has_engine(model: nn.Module) -> bool:
-    """Whether `shard` was called on this one itself. Of a copy that was made inside of `whole` it was not."""
+    """Whether `shard` was called on this very model, and not, for example, on one it was copied from inside `whole`."""
     return model.__dict__.get("_shardproof") is not None
 
 

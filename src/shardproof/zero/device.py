@@ -74,7 +74,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 @contextmanager
 def side_stream(device: torch.device, stream: torch.Stream | None = None) -> Iterator[torch.Stream]:
-    """What is queued inside runs on a stream of its own (`stream`, or a new one), after what was queued before."""
+    """Operations inside run on a stream of their own (`stream`, or a new one), after those queued before."""
     stream = torch.Stream(device) if stream is None else stream
     stream.wait_stream(torch.accelerator.current_stream(device))
     with stream:
@@ -155,18 +155,18 @@ def imagined(group: dist.ProcessGroup | None) -> bool:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """What tells the memory of `tensor` from any other: its address, or its storage where it has none (meta)."""
+    """Identifies the memory of `tensor`: its address, or its storage if it has none (meta)."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() or storage._cdata
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:
-    """How many tensors and others refer to a storage."""
+    """Reference count of a storage."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 class BufferPool:
-    """Flat buffers that are used again as soon as nobody else refers to their memory.
+    """Flat buffers that are reused as soon as nobody else refers to their memory.
 
     On the CPU a fresh allocation of a gathered unit costs more than the collective that fills it: the
     kernel hands out and zeroes its pages one by one (12 MB: 8.5 ms fresh, 0.3 ms reused). A buffer is
@@ -174,10 +174,10 @@ class BufferPool:
     written over. Accelerators have a caching allocator of their own: there the pool only allocates.
 
     Args:
-        allocate: gives a tensor of so many bytes, if they shall be of other memory than the device's own.
+        allocate: returns a tensor of a given number of bytes, if other memory than the device's own is to be used.
 
     Attributes:
-        keeps: whether buffers are kept for the next time.
+        keeps: whether buffers are kept for reuse.
     """
 
     def __init__(self, device: torch.device, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
@@ -203,5 +203,5 @@ class BufferPool:
         return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, (numel,), (1,))
 
     def forget(self) -> None:
-        """Let go of what nobody uses; the rest goes with its users."""
+        """Free unused buffers; the others are freed with their users."""
         self._storages.clear()

@@ -1,4 +1,4 @@
-"""Mixed precision: what is computed, kept and reduced in which dtype."""
+"""Mixed precision: the dtypes of computing, masters and reductions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class MixedPrecision:
         compute: dtype of the gathered parameters, and so of the forward and backward pass.
         reduce: dtype in which gradients are added over ranks.
 
-    Masters, gradients after reduction and optimizer state are float32 and live on the shard. Floating-point
-    inputs of the model's forward are cast to `compute`; buffers keep their dtype, and so do inputs of no dimension: a
-    number does not change the dtype of what it meets, and bf16 makes 2368 tokens of 2362.
+    Masters, gradients after reduction and optimizer state are float32 and live on the shard. Floating-point inputs of
+    the model's forward are cast to `compute`; buffers keep their dtype, and so do inputs without dimensions: such a
+    number does not change the dtype of other operands, and bf16 would turn 2362 tokens into 2368.
     """
 
     compute: torch.dtype = torch.bfloat16

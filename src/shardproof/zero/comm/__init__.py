@@ -1,2 +1,2 @@
-"""What moves between ranks, and how: the floor that the engine stands on. It knows tensors and process groups, and no
-parameter, unit or stage."""
+"""Communication between ranks, the lowest layer of the engine. It knows tensors and process groups, but no parameters,
+units or stages."""

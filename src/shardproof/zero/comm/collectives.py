@@ -1,25 +1,23 @@
 """The only file that calls torch.distributed's collectives.
 
 [Note: exchanging by hand on the CPU]
-gloo's all-gather and reduce-scatter copy more than they must: for 12 MB between two processes, plain sends and receives
+gloo's all-gather and reduce-scatter copy more than necessary: for 12 MB between two processes, plain sends and receives
 into the slots of the flat buffer take 0.5 to 0.9 of the time of the all-gather and 0.5 of that of the reduce-scatter
-(benchmarks/collectives.py), and leave the processor to the model. So on the CPU a gather and a reduction are exchanges
-of chunks, added in the order of the ranks: every world size and stage then adds in the same order. Other devices use
-their backend's collectives. Messages carry a tag that says what they are for: ranks that disagree wait, they never
-compute with each other's weights. Ranks of one machine need no socket (neighbours.py).
+(benchmarks/collectives.py), and leave the processor to the model. So on the CPU gathers and reductions are exchanges of
+chunks, which are added in rank order: every stage and world size then adds in the same order. Other devices use their
+backend's collectives. Messages carry a tag that identifies the operation: ranks that disagree wait, they never
+compute with each other's weights. Ranks on the same machine need no socket (neighbours.py).
 
-[Note: two groups]
-Beside the group of the user (the default one, or that of the mesh) there is a gloo group of ours with the same
-ranks. On the CPU gathers and reductions go through ours: they may start at any moment between collectives
-of the user's own, and the small words by which ranks agree do not come behind them on one connection. With an
-accelerator the data goes through the user's group, and ours carries the words, which never wait for the device and lie
-on the CPU, whatever `torch.set_default_device` says.
+[Note: two groups] Beside the user's group (the default one, or that of the mesh) there is a gloo group of our own with
+the same ranks. On the CPU, gathers and reductions use ours: they may start at any moment between the user's
+collectives, and the short words by which ranks agree are not queued after the user's data on one connection. With an
+accelerator, data uses the user's group, and ours carries the words, which never wait for the device and are on the CPU,
+whatever `torch.set_default_device` says.
 
-[Note: shards and replicas]
-With a two-dimensional mesh the ranks of a row hold one copy of the model between them (a shard group), and those of a
-column hold the same part (a replicate group). Gathers stay in the row; a reduction adds in the row and then what came
-out of it in the column, so that the slow links between rows see one part of the model and not all of it. Ranks agree
-on words and meet as one group all the same.
+[Note: shards and replicas] With a two-dimensional mesh, the ranks of a row together hold one copy of the model (a shard
+group), and those of a column hold the same part (a replicate group). Gathers stay in the row; a reduction sums in the
+row, and then its result in the column, so that the slow links between rows carry one part of the model instead of all
+of it. Words and meetings still involve all ranks as one group.
 """
 
 from __future__ import annotations
@@ -79,16 +77,16 @@ class Collectives:
         replicate_group: the ranks that hold the same part as this one.
 
     Attributes:
-        pool: where buffers come from, those of incoming chunks and those that an engine gathers into.
-        size, rank: of all ranks that share a model; `shards`, `shard_rank` of those that hold one copy.
-        replica: which copy this rank holds a part of, of `replicas`.
-        real: whether there are other ranks, and not only imagined ones.
-        hosts: the machine of each rank; empty where the others are imagined.
-        leaving: counts what this rank sends to other machines.
+        pool: allocates buffers for incoming chunks, and those that an engine gathers into.
+        size, rank: among all ranks that share a model; `shards`, `shard_rank`: among those that hold one copy.
+        replica: the copy, of `replicas`, that this rank holds a part of.
+        real: whether there are other ranks that are not imagined.
+        hosts: the machine of each rank; empty if the others are imagined.
+        leaving: counts the bytes that this rank sends to other machines.
         neighbours: the ranks on this machine, if they may read each other's memory; see neighbours.py.
-        words: those between ranks.
-        tree: by which ranks agree, where they are many.
-        lost: makes the error of a wait that a closed connection has ended; set by who knows more.
+        words: the words between ranks.
+        tree: through which ranks agree, if there are many.
+        lost: makes the error for a wait that ended because a connection was closed; set by the watchdog.
     """
 
     def __init__(
@@ -145,7 +143,7 @@ class Collectives:
         return self.once(_threads, lambda: Worker("shardproof-legs"))
 
     def once(self, known: dict[str, Made[T]], make: Callable[[], T]) -> T:
-        """What `make` returns, called once for each process group."""
+        """The result of `make`, which is called once per process group."""
         return once(self._user_group if self.group_name else None, known, make)
 
     def new_gloo_group(self) -> str:
@@ -167,7 +165,7 @@ class Collectives:
         return self._user_group if self.device.type == "cpu" else group_named(self._own_group)
 
     def forget(self) -> None:
-        """Let go of buffers that nobody uses."""
+        """Free buffers that are not in use."""
         self.pool.forget()
         self._spare.forget()
 
@@ -208,7 +206,7 @@ class Collectives:
             work = _reduce_scatter(_as_real(shard), _as_real(whole), group=self._gather_group, async_op=True)
             if self.replicas > 1:
                 self._replica_stream = self._replica_stream or torch.Stream(self.device)
-                with side_stream(self.device, self._replica_stream):  # the present stream waits for neither leg
+                with side_stream(self.device, self._replica_stream):  # the current stream waits for neither leg
                     work.wait()
                     work = self._over_replicas(shard)
             return Pending([work], shard, whole)
@@ -227,15 +225,15 @@ class Collectives:
             _add_in_order(parts, shard)
             Pending([self._over_replicas(shard)], shard).wait()
 
-        # A rank that waits for the first leg to begin the second would keep its replicas waiting.
+        # If a rank waited for the first leg before it started the second, its replicas would have to wait, too.
         return Pending([], shard, (whole, incoming), self._worker.submit(both_legs).result)
 
     def _over_replicas(self, shard: torch.Tensor) -> Any:
         return dist.all_reduce(shard, group=group_named(self._replica_group), async_op=True)
 
     def all_reduce(self, whole: torch.Tensor, tag: int) -> Pending:
-        """Sum `whole` over ranks, in place. All must start it in one order. Between neighbours each adds one part and
-        takes the sums of the others; else it is the backend's own, which knows no tags."""
+        """Sum `whole` over ranks, in place. All ranks must start it in the same order. Neighbours each add one part and
+        read the sums of the others; otherwise it is the backend's own, which knows no tags."""
         if self.neighbours is not None and self.neighbours.complete and self.shards == self.size:
             job = partial(self._sum_between_neighbours, whole, tag)
             return Pending([], whole, None, self._worker.submit(job).result)
@@ -257,7 +255,7 @@ class Collectives:
                 work.wait()
 
     def contributions(self, whole: torch.Tensor, sharded: bool, tag: int) -> Pending:
-        """What each rank has for this rank's part of `whole` (all of it where nothing is sharded), not added up.
+        """Each rank's contribution to this rank's part of `whole` (all of it if nothing is sharded), not summed.
 
         The result: [ranks, elements].
         """
@@ -275,7 +273,7 @@ class Collectives:
         return (self.reduce_scatter if sharded else self.all_reduce)(whole, tag)
 
     def pay(self, operation: int, size: Size, tag: int) -> None:
-        """Take part in an operation of a model that is gone: its result is not used by anybody."""
+        """Take part in an operation of a model that is gone; the result is discarded."""
         whole = torch.zeros(size.numel, dtype=size.dtype, device=self.device)
         if operation % 2 == 0:
             self.gather(whole, whole[: size.numel // self.shards].clone(), tag).wait()
@@ -327,16 +325,16 @@ class Collectives:
         return box[0]
 
     def leave(self, seconds: float) -> None:
-        """At the end of the program: a thread that computes while the interpreter ends would abort the process. What
-        has not come after so many seconds never will: its wait is ended."""
+        """At the end of the program: a thread that computes while the interpreter exits would abort the process. Data
+        that has not arrived after this many seconds never will: its wait is ended."""
         _, thread = _threads.get(self.group_name, (None, None))
         if thread is not None and dist.is_initialized() and not thread.rests(seconds):
             self.close_connections()
             thread.rests(seconds)
 
     def close_connections(self) -> None:
-        """Make every wait of the group of words end with an error, in any thread: a receive that runs out of time
-        has gloo close all connections. The group is of no use afterwards."""
+        """End every wait in the group of words with an error, in all threads: when a receive times out, gloo closes all
+        connections. The group is unusable afterwards."""
         groups = [self._user_group, group_named(self._own_group)]
         if self.by_hand and self.replicas > 1:
             groups.append(group_named(self._replica_group))
@@ -368,8 +366,8 @@ class Collectives:
         return lost
 
     def is_tagged(self, operation: int, sharded: bool) -> bool:
-        """Whether the messages of an operation (see ranks/turns.py) say what they are for, so that it may start at any
-        time. All others must start in one order on all ranks."""
+        """Whether the messages of an operation (see ranks/turns.py) carry a tag, so that it may start at any time. All
+        others must start in the same order on all ranks."""
         return self.by_hand and (operation % 2 == 0 or (sharded and self.replicas == 1))
 
     @names_lost_ranks

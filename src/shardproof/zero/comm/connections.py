@@ -1,12 +1,11 @@
-"""Connections to other machines: which machine that is, and that one which falls silent is noticed.
+"""Connections to other machines: which machine is at the other end, and how one that falls silent is noticed.
 
-[Note: a machine that is cut off]
-A process that ends closes its connections, and its peers wake at once. A machine that loses its power or its network
-closes nothing: the kernel sends again and again, for a quarter of an hour, and a connection on which nothing is to be
-sent stays open for ever. So the kernel is told to ask at the other end of the connections of our process groups, and to
-close those that have not been acknowledged for `silence()` seconds: that is for the other kernel to do, however long
-its processes compute, load or are stopped. Only gloo's connections are treated so. It sends data when the receiver has
-a buffer for it, so that none stays unacknowledged because a process is late; of NCCL's that cannot be said.
+[Note: a machine that is cut off] A process that ends closes its connections, which wakes its peers at once. A machine
+that loses power or network closes nothing: the kernel retransmits for a quarter of an hour, and an idle connection
+stays open forever. So the kernel is told to probe the connections of our process groups, and to close those without an
+acknowledgement for `silence()` seconds. Acknowledging is up to the kernel at the other end, however long its processes
+compute, load or are stopped. Only gloo's connections are treated like this: gloo sends data only once the receiver has
+a buffer for it, so none stays unacknowledged because a process is late. The same cannot be said of NCCL.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from shardproof.errors import EngineError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-SILENCE = 6.0  # seconds; who waits is told within ten
+SILENCE = 6.0  # seconds; waiting ranks are told within ten
 VARIABLE = "SHARDPROOF_SILENCE"  # for networks that are away for longer and come back: other seconds, 0 for no limit
 
 LONGEST = 30000  # what the kernel takes

@@ -1,13 +1,12 @@
-"""Process groups of our own beside those of the user, made once for each.
+"""Process groups of our own beside those of the user, made once for each of them.
 
-[Note: names of groups]
-Ranks find each other under the name of their group, and torch makes it from the number of groups that each of them has
-made. Where some ranks have made others among themselves, these numbers differ: up to torch 2.13 for groups which only
-their members make, from 2.15 for all. The ranks then wait for each other under different names, for ever. So the ranks
-of a group of ours agree on a number, and torch counts from there while it is made. The name of a group which only its
-members make is a hash of its ranks and of how many groups are there, whatever the count says: it is made of the ranks
-and the agreed number. Torch's own count is put back: a group of the user's that all ranks make later must not depend on
-which of them had one of ours.
+[Note: names of groups] Ranks find each other under the name of their group, which torch derives from the number of
+groups each rank has made. If some ranks have made further groups among themselves, these numbers differ (up to torch
+2.13 for groups that only their members make, from 2.15 on for all), and the ranks wait for each other under different
+names forever. So the ranks of a group of ours agree on a number, and torch counts from there while the group is made.
+The name of a group that only its members make is a hash of its ranks and the number of existing groups, whatever the
+count says: we make it from the ranks and the agreed number. Afterwards torch's own count is restored: a group that all
+ranks of a user make later must not depend on which of them had one of ours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks on one machine read each other's memory: what moves between them is copied once.
+"""Ranks on one machine read each other's memory, so that data between them is copied only once.
 
 [Note: one copy]
 On the way through a socket data is copied into the kernel, cut into packets, and copied out again. Where the kernel

@@ -1,9 +1,10 @@
-"""What an optimizer trains beside sharded parameters, and nobody averages over ranks.
+"""Parameters that an optimizer trains beside sharded ones, and that nothing averages over ranks.
 
-The head of a loss, learnt weights of losses: if they are no part of a sharded model, each rank has the gradient of its
-own rows, and trains a copy of its own. Clipping then gives each rank another factor, for the sharded parameters too.
-So before the first steps of an optimizer the ranks compare such values and gradients: values that were the same and are
-not after a step with other gradients have parted. Who averages gradients, or values after each step, keeps them alike.
+The head of a loss, learned weights of losses: if they are not part of a sharded model, each rank has the gradient of
+its own rows, and trains its own copy. Clipping then uses another factor on each rank, for the sharded parameters too.
+So before the first steps of an optimizer the ranks compare such values and gradients: values that were the same, and
+differ after a step with different gradients, have parted. Code that averages gradients, or values after each step,
+keeps them the same.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _AT_ONCE = 2**20  # elements
 
 
 class Outside:
-    """What one optimizer has beside its sharded parameters, over its first steps.
+    """The parameters of one optimizer that are not sharded, over its first steps.
 
     Attributes:
-        now: of each, here: its name, the digest of its values, and where its gradient lies.
-        alike: for each, whether all ranks had the same values before the last step; `apart` other gradients. Empty
-            where not all ranks have as many.
+        now: for each, on this rank: its name, the digest of its values, and where its gradient lies.
+        alike: for each, whether all ranks had the same values before the last step; `apart`: different gradients. Empty
+            if ranks have different numbers of them.
     """
 
     def __init__(self) -> None:
@@ -43,12 +44,12 @@ class Outside:
         self.apart: list[bool] = []
 
     def before_first(self, engine: Engine, optimizer: Optimizer) -> None:
-        """Before the first step, where only some ranks may have anything: moves nothing between them."""
+        """Before the first step, where only some ranks may have any: no communication."""
         if engine.comm.real:
             self._look(optimizer)
 
     def after_first(self, engine: Engine) -> None:
-        """After the first step, where all ranks have just met: also one that has nothing takes part."""
+        """After the first step, where all ranks have just met: a rank that has none takes part, too."""
         if not engine.comm.real:
             return
         if differing(engine.comm, [len(self.now)]) or not self.now:

@@ -1,10 +1,10 @@
 """Matrix optimizers: each parameter is updated whole, on the rank that owns it.
 
-The update of Muon, Shampoo or Adafactor needs a whole matrix, and a rank holds a slice. So parameters are dealt out to
-ranks, balanced by size; for a step the slices of values and gradients travel to the owner, which updates the whole and
-keeps its state, and the new slices travel back. Each rank holds as much as its shard for the time of the step, and
-sends three times its slices: less than a gather and a reduction, which take a slice to every rank. A parameter keeps
-its owner, where its state is, when others join.
+The update of Muon, Shampoo or Adafactor needs a whole matrix, and a rank holds a slice. So parameters are assigned to
+owner ranks, balanced by size. In a step, the slices of values and gradients travel to the owner, which updates the
+whole parameter and keeps its state, and the new slices travel back. Meanwhile each rank holds as much again as its
+shard, and it sends three times its slices: less than a gather and a reduction, which send a slice to every rank. A
+parameter keeps its owner, where its state is, when others join.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Dealt = list[list[tuple["ShardedParameter", torch.Tensor]]]  # for each owner th
 
 
 class Owners:
-    """Who owns which of the parameters of one engine that an optimizer updates.
+    """The owners of the parameters of one engine that an optimizer updates.
 
     Args:
-        params: all of them, in one order on all ranks.
+        params: all of them, in the same order on all ranks.
     """
 
     def __init__(self, params: list[ShardedParameter]) -> None:
         self.comm = params[0].flat.engine.comm
         loads = [0] * self.comm.shards
-        # Those that have an owner, then the largest first, to who has least.
+        # First those that have an owner; then the largest first, to the rank with the least.
         for p in sorted(params, key=lambda p: (p.owner is None, -p.flat.numels[p.index])):
             if p.owner is None:
                 p.owner = loads.index(min(loads))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Slices:
-    """Those of one flat that a step sees, as they are when it begins."""
+    """The slices of one flat that a step sees, as they are when it begins."""
 
     def __init__(self, flat: Flat, params: list[ShardedParameter]) -> None:
         self.flat, self.params = flat, params
@@ -30,7 +30,7 @@ class Slices:
         self.at = [local.data_ptr() for local in self.locals]
 
     def take_back(self) -> list[int]:
-        """What the step did to them. Returns the indices of those whose values are others."""
+        """Apply what the step did to them. Returns the indices of parameters whose values have changed."""
         versions = [local._version for local in self.locals]
         left = [local.grad for local in self.locals]
         for local in self.locals:

@@ -1,4 +1,4 @@
-"""State of optimizers: of slices in a step, in a master's dtype, and marked in state dicts."""
+"""Optimizer state: that of slices in a step, in the dtype of masters, and marked in state dicts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SCALARS = "step", "mu_product", "eta", "mu"
 
 
 class Replaced(nn.Parameter):
-    """A parameter from before the cut that something held (a graph, a weak reference), so that it could not be
-    exchanged itself. What is done with it, in lists of the user's, is done with what stands in its place."""
+    """A parameter from before sharding that something held (a graph, a weak reference), so that the object itself could
+    not be exchanged. Operations on it, through lists in user code, act on the parameter that took its place."""
 
     became: ShardedParameter
 
@@ -40,7 +40,7 @@ class Replaced(nn.Parameter):
 
 
 def exchange_replaced(optimizer: Optimizer) -> None:
-    """Give an optimizer that was made before the cut what stands in the model now, and the state to it."""
+    """Give an optimizer that was made before sharding the parameters of the model now, with their state."""
     for group in optimizer.param_groups:
         for i, p in enumerate(group["params"]):
             if isinstance(p, Replaced):
@@ -50,7 +50,7 @@ def exchange_replaced(optimizer: Optimizer) -> None:
 
 
 def sharded_in(optimizer: Optimizer) -> list[ShardedParameter]:
-    """In the order of the model: that of groups may be another on each rank, as where they were made of sets."""
+    """In the order of the model: that of groups may differ between ranks, for example if they were made from sets."""
     found = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
     return sorted(found, key=in_the_model)
 
@@ -72,7 +72,7 @@ def cut(state: dict[str, Any], p: ShardedParameter) -> dict[str, Any]:
 
 
 def in_master_dtype(p: ShardedParameter, state: dict[str, Any]) -> dict[str, Any]:
-    """State that was made before the first step has the dtype of its parameter, which computes in another."""
+    """State that was made before the first step has the parameter's compute dtype: convert it to the master's."""
     low, master = p.dtype, p.flat.shard.dtype
     if low == master:
         return state
@@ -80,7 +80,7 @@ def in_master_dtype(p: ShardedParameter, state: dict[str, Any]) -> dict[str, Any
 
 
 def beside(p: ShardedParameter, state: dict[str, Any]) -> dict[str, Any]:
-    """State that was made before the first step, or loaded, lies where the parameter computes: it goes to its home."""
+    """State that was made before the first step, or loaded, lies on the computing device: move it home."""
     if p.flat.home is not None:
         state.update({key: value.to(p.flat.device) for key, value in state.items() if isinstance(value, torch.Tensor)})
     return state
@@ -110,8 +110,8 @@ def _asked_by_torchs_checkpoint() -> bool:
 
 
 def _pickled(which: weakref.ref[Optimizer]) -> Callable[[], Any]:
-    """What pickle asks an optimizer for, in place of its class's `__getstate__`: parameters go there as whole values,
-    and beside them would lie the state of this rank's slices. `copy.deepcopy` asks for the same, and may."""
+    """Replaces `__getstate__` of an optimizer for pickle, which would store whole parameters next to the state of this
+    rank's slices. `copy.deepcopy` calls it, too, and is allowed to."""
 
     def get_state() -> Any:
         optimizer: Any = which()
@@ -127,10 +127,10 @@ def _pickled(which: weakref.ref[Optimizer]) -> Callable[[], Any]:
 
 
 def mark_state_dicts(optimizer: Optimizer) -> None:
-    """Have `optimizer.state_dict()` say whose slices it holds, so that no other rank can take them for its own.
+    """Have `optimizer.state_dict()` say whose slices it holds, so that no other rank can mistake them for its own.
 
-    torch.distributed.checkpoint asks for the state itself, and takes it for the same whole tensors on all ranks: it
-    would keep the slices of one and lose the others. So it is refused there.
+    torch.distributed.checkpoint asks for the state itself and assumes that it is the same on all ranks: it would keep
+    the slices of one rank and lose the others. So it is refused there.
     """
     if optimizer.__dict__.get("_shardproof_marks"):
         return

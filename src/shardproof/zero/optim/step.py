@@ -2,8 +2,8 @@
 
 [Note: swapping instead of intercepting]
 In a step the optimizer works on plain tensors that share memory with the shard, so that element-wise
-optimizers run unchanged, plain, `foreach` or `fused`, and no operation pays for a subclass. Outside the
-step `param_groups` and `state` are keyed by the parameters, as the user knows them.
+optimizers run unchanged, plain, `foreach` or `fused`, without the cost of a tensor subclass. Outside the
+step, `param_groups` and `state` hold the parameters, as users expect.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shardproof.zero.tensors.parameter import ShardedParameter, by_engine, writt
 if TYPE_CHECKING:
     from shardproof.zero.schedule.engine import Engine
 
-# Of class names (lower case): optimizers that want whole parameters, some of which do so from a later step on only.
+# Class names (lower case) of optimizers that need whole parameters, some of them only from a later step on.
 _PER_PARAMETER = re.compile(
     "muon|shampoo|soap|adafactor|lamb(?!da)|lars|novograd|galore|came(?!l)|sm3|apollo|adam_?mini|dion|kron|psgd|"
     "adamp|sgdp|nero|fromage"
@@ -52,8 +52,8 @@ log = logging.getLogger("shardproof.zero")
 
 
 def first_elements(optimizer: Optimizer) -> dict[int, int]:
-    """Inside a step: by identity of a slice in `param_groups`, the element of its flattened parameter that it begins
-    with. What is no slice is not in it."""
+    """Inside a step: by identity of a slice in `param_groups`, the element of its flattened parameter with which it
+    begins. Tensors that are not slices are left out."""
     swap = optimizer.__dict__.get("_shardproof_swap")
     return {id(local): p.flat.range_in_parameter(p.index)[0] for p, local in swap.pairs} if swap is not None else {}
 
@@ -63,26 +63,26 @@ def _named(optimizer: Optimizer, words: re.Pattern[str]) -> bool:
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """The optimizer itself, where it comes in a wrapper, as accelerate's."""
+    """The optimizer inside a wrapper, such as accelerate's."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, Optimizer) else optimizer
 
 
 def judged(optimizer: Optimizer) -> Verdict:
-    """Which parameters want to be updated whole, each on the rank that owns it: by name, or as a trial shows. An
-    optimizer with an attribute `elementwise` is believed, and so is a group with such a key."""
+    """Which parameters need to be updated whole, on the ranks that own them: by the optimizer's name, or by a trial. An
+    attribute `elementwise` of the optimizer, or such a key in a group, takes precedence."""
     if type(optimizer).__module__.startswith("accelerate."):
         optimizer = unwrapped(optimizer)
     said = getattr(optimizer, "elementwise", None)
     if said is False or (said is None and _named(optimizer, _PER_PARAMETER)):
         return Verdict(frozenset(range(len(optimizer.param_groups))))
-    # bitsandbytes' others are element-wise, but for the rounding of state in blocks of eight bits.
+    # bitsandbytes' others are element-wise, apart from rounding 8-bit state in blocks.
     known = type(optimizer).__module__.startswith(("torch.optim.", "bitsandbytes."))
     return Verdict() if known or said else tried(optimizer)
 
 
 def updated_whole(optimizer: Optimizer) -> set[int]:
-    """The identities of those parameters. A group says by `elementwise` that it has none, or all, as where one
+    """The identities of those parameters. `elementwise` in a group says that it has none, or all, for example where one
     optimizer is Muon for matrices and AdamW for the rest."""
     wanted = judged(optimizer).whole
     groups = [g for number, g in enumerate(optimizer.param_groups) if not g.get("elementwise", number not in wanted)]
@@ -90,7 +90,7 @@ def updated_whole(optimizer: Optimizer) -> set[int]:
 
 
 def owned_here(optimizer: Optimizer) -> set[int] | None:
-    """The identities of the parameters whose state this rank keeps; None where every rank has state of each."""
+    """The identities of the parameters whose state this rank keeps; None if every rank has state for each."""
     params = [p for p in sharded_in(optimizer) if p.flat.engine.sharded]
     whole = updated_whole(optimizer)
     owned = [p for p in params if id(p) in whole]
@@ -124,7 +124,7 @@ def _check_by_parameter(optimizer: Optimizer, params: list[ShardedParameter]) ->
 
 
 def _warn_if_untried(optimizer: Optimizer, params: list[ShardedParameter], closure: bool) -> None:
-    """Say once that an optimizer of which nothing is known will see slices."""
+    """Warn once that an unknown optimizer will see slices."""
     if optimizer.__dict__.get("_shardproof_steps") or not any(p.flat.engine.sharded for p in params):
         return
     verdict = judged(optimizer)
@@ -140,7 +140,8 @@ def _warn_if_untried(optimizer: Optimizer, params: list[ShardedParameter], closu
 
 
 def _check_the_same(engine: Engine, optimizer: Optimizer, pairs: Pairs) -> None:
-    """Raise DesyncError where ranks step other parameters: of each, every rank updates its part. All ranks are here."""
+    """Raise DesyncError if ranks step different parameters: each rank has to update its part of all. All ranks are
+    here."""
     places = hash(tuple((p.flat.index, p.index) for p, _ in pairs)) & BITS
     if not all(engine.comm.agree([places])):
         raise DesyncError(
@@ -152,7 +153,7 @@ def _check_the_same(engine: Engine, optimizer: Optimizer, pairs: Pairs) -> None:
 
 
 class _Swap:
-    """The parameters of one optimizer, exchanged for their slices for the time of a step."""
+    """The parameters of one optimizer, replaced by their slices during a step."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -182,18 +183,18 @@ class _Swap:
             local_of.update(zip(map(id, here.params), here.locals, strict=True))
         self.pairs = [(p, local_of[id(p)]) for p in params]
         for p, local in self.pairs:
-            if len(p.__dict__) > 2:  # more than what every one has
+            if len(p.__dict__) > 2:  # more than every parameter has
                 local.__dict__.update(written_on(p))
                 p.flat.engine.note_written_on(p)
         self._exchange_state(whole)
-        # Not every optimizer passes over what has no gradient: what another rank updates is not there.
+        # Not every optimizer skips parameters without a gradient, so those that another rank updates are left out.
         elsewhere = {id(p) for p, local in self.pairs if local is p.stand_in and local.grad is None}
         for group in optimizer.param_groups:
             self.lists.append(group["params"])
             group["params"] = [local_of.get(id(p), p) for p in group["params"] if id(p) not in elsewhere]
 
     def _exchange_state(self, whole: set[int]) -> None:
-        """State is that of slices for the time of the step, but of those parameters that are updated `whole`."""
+        """Key the state by slices during the step, except for parameters that are updated `whole`."""
         state = self.optimizer.state
         stepped = self.optimizer.__dict__.get("_shardproof_steps")
         for p, local in self.pairs if state else ():
@@ -202,7 +203,7 @@ class _Swap:
                 state[local] = beside(p, known if id(p) in whole else cut(known, p))
 
     def _gather_whole(self, params: list[ShardedParameter]) -> dict[int, torch.Tensor]:
-        """What stands in for each parameter: the whole with its gradient on its owner, elsewhere nothing."""
+        """The stand-in of each parameter: the whole with its gradient on its owner, an empty one elsewhere."""
         stand_ins: dict[int, torch.Tensor] = {}
         for here in by_engine(params).values():
             owners = Owners(here)
@@ -224,7 +225,7 @@ class _Swap:
         return stand_ins
 
     def watch(self) -> None:
-        """In its first steps, see that the optimizer does what it is there for."""
+        """In its first steps, check that the optimizer does its job."""
         steps = self.optimizer.__dict__.get("_shardproof_steps", 0)
         overflow = self.optimizer.__dict__.get("found_inf")  # a fused optimizer is told by GradScaler, and does nothing
         if steps < WATCHED_STEPS and overflow is not None and bool(overflow):
@@ -268,7 +269,7 @@ class _Swap:
         self.pairs, self.slices, self.owned, self.lists = [], [], [], []
 
     def abandon(self) -> None:
-        """The step has ended in an exception, and somebody goes on."""
+        """The step raised an exception, and the program goes on."""
         if self.optimizer.__dict__.get("_shardproof_swap") is self:
             del self.optimizer.__dict__["_shardproof_swap"]
         self.leave(complete=False)
@@ -277,9 +278,9 @@ class _Swap:
 def with_modes(optimizer: Optimizer) -> None:
     """[Note: optimizers with modes]
 
-    ScheduleFree's `train()` and `eval()` move parameters by its state: outside of a step, where parameters are whole
-    and state is of slices. So they get slices, too. The instance has it from its first step on, or when a checkpoint
-    was loaded; before, there is no state to move by.
+    ScheduleFree's `train()` and `eval()` move parameters by its state outside of a step, where parameters are whole and
+    state belongs to slices. So these methods get slices, too: from the first step of the instance on, or from the
+    loading of a checkpoint, as there is no state before.
     """
     optimizer = unwrapped(optimizer)
     for name, training in (("train", True), ("eval", False)):
@@ -300,7 +301,7 @@ def _change_mode(optimizer: Optimizer, method: Callable[[Any], Any], training: b
 
 
 def _around_closure(swap: _Swap, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """A closure computes with whole parameters, also in the middle of a step."""
+    """A closure computes with whole parameters, even in the middle of a step."""
 
     def run() -> Any:
         swap.leave()
@@ -350,7 +351,7 @@ _HOOK: Any = "shardproof"  # where torch has a number
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Have the swap be the last that happens before a step and the first after it: hooks of users see parameters."""
+    """Make the swap the last thing before a step and the first after it, so that users' hooks see parameters."""
     unfinished = optimizer.__dict__.get("_shardproof_swap")
     if unfinished is not None:  # the last step ended in an exception
         unfinished.abandon()

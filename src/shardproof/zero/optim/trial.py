@@ -1,10 +1,10 @@
-"""Which optimizers may see slices: found out by trying, on tensors of a few elements, before the first step.
+"""Which optimizers may see slices: found by a trial on small tensors, before the first step.
 
-[Note: tried, not listed]
-A slice is all that a rank's optimizer sees of a parameter. That is enough for an update which is element-wise, as
-Adam's, and silently wrong for one that takes the norm of a gradient. Names say little about it: a subclass of AdamW may
-clip each tensor. So the optimizer's own step runs on small tensors, whole and cut in two, as ranks would hold them.
-What comes out differently is updated whole (owners.py); what also depends on other parameters cannot be sharded.
+[Note: tried, not listed] A rank's optimizer sees only a slice of each parameter. That is enough for an element-wise
+update, like Adam's, and silently wrong for one that uses the norm of a gradient. Names say little about it: a subclass
+of AdamW may clip each tensor. So the optimizer's own step runs on small tensors, whole and cut in two, as ranks would
+hold them. If the results differ, its parameters are updated whole (owners.py); if they also depend on other parameters,
+it cannot be sharded.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from torch.overrides import TorchFunctionMode
 
 from shardproof.zero.tensors.parameter import ShardedTensor, written_on
 
-# How large gradients are in each step: some above, some below what an optimizer may clip at. RAdam begins after five.
+# Size of gradients in each step: some above, some below common clipping thresholds. RAdam begins after five steps.
 _STEPS = (1.0, 30.0, 0.01, 5.0) * 3
-_ROUNDING = 1e-5  # of the way that values move; a hundred optimizers were found below 4e-7, or above 4e-5
+_ROUNDING = 1e-5  # relative to how far values move; a hundred optimizers were below 4e-7, or above 4e-5
 _LARGEST = 4096  # elements of a tensor that an optimizer may keep beside its state: a table, but not a parameter
 _DEALT = {"all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"}  # of torch.distributed
 _OWN = {"state", "param_groups", "grad_scale", "found_inf"}  # of this instance, and of this step
@@ -39,12 +39,12 @@ Tracks = list[list[torch.Tensor]]  # values and then the gradients of each step:
 
 
 class Verdict(NamedTuple):
-    """What a trial has shown.
+    """The result of a trial.
 
     Attributes:
-        whole: the numbers of the groups whose parameters want to be updated whole.
+        whole: the numbers of the groups whose parameters need to be updated whole.
         across: whether the update of a parameter depends on other parameters.
-        untried: why nothing is known, else "".
+        untried: why the trial was not possible, otherwise "".
     """
 
     whole: frozenset[int] = frozenset()
@@ -57,7 +57,8 @@ class _Untried(Exception):
 
 
 class _OnStandIns(TorchFunctionMode):
-    """A step that also knows parameters from a closure (PEFT's Riemannian one) would write on those of the model."""
+    """Guards against a step that also holds parameters in a closure (PEFT's Riemannian one): it would write to the
+    model."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, ShardedTensor) for t in types):
@@ -66,14 +67,15 @@ class _OnStandIns(TorchFunctionMode):
 
 
 def dealing(optimizer: Optimizer) -> str:
-    """By which collective an optimizer's own `step` brings together what it has dealt out to ranks, else ""."""
+    """The collective with which an optimizer's own `step` combines work that it distributed over ranks, otherwise
+    ""."""
     code = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
     return next((name for name in getattr(code, "co_names", ()) if name in _DEALT), "")
 
 
 def tried(optimizer: Optimizer) -> Verdict:
-    """The verdict on an optimizer that nobody here knows. The same on all ranks; the optimizer stays as it is. (Hooks
-    on the steps of all optimizers see those of a trial, too.)"""
+    """The verdict on an unknown optimizer. The same on all ranks; the optimizer itself is not changed. (Global hooks on
+    the steps of all optimizers see the steps of a trial, too.)"""
     known: dict[str, Verdict] = optimizer.__dict__.setdefault("_shardproof_tried", {})
     groups = [[len(group["params"]), *_switches(group)] for group in optimizer.param_groups]
     if (now := repr(groups)) not in known:
@@ -82,7 +84,7 @@ def tried(optimizer: Optimizer) -> Verdict:
 
 
 def _switches(group: dict[str, Any]) -> list[Any]:
-    """Options that are no numbers: those change from step to step."""
+    """Options that are not numbers: numbers may change from step to step."""
     return [value for value in group.values() if value is None or isinstance(value, (bool, str))]
 
 
@@ -120,7 +122,7 @@ def _compare(optimizer: Optimizer, device: torch.device) -> Verdict:
 
 
 def _alike(optimizer: Optimizer) -> list[int]:
-    """For each group a number that it shares with those of the same options and kinds of parameters, which are tried
+    """A number for each group, shared by groups with the same options and kinds of parameters, which are tried only
     once."""
     numbers: dict[str, int] = {}
     names = [
@@ -131,12 +133,12 @@ def _alike(optimizer: Optimizer) -> list[int]:
 
 
 def _first_of(optimizer: Optimizer, alike: list[int]) -> list[dict[str, Any]]:
-    """For each number in `alike` the first group that has it."""
+    """The first group for each number in `alike`."""
     return [optimizer.param_groups[alike.index(number)] for number in range(max(alike) + 1)]
 
 
 def _cut_apart(stepped: Callable[[Tracks], Values], whole: Tracks, expected: Values) -> list[float]:
-    """How far it is from `expected` to what two ranks make of their slices."""
+    """The distance from `expected` to the result of two ranks on their slices."""
     try:
         slices = [
             stepped([[track.flatten(1).tensor_split([_cut(track)], 1)[rank] for track in group] for group in whole])
@@ -154,13 +156,13 @@ def _cut(track: torch.Tensor) -> int:
 
 
 def _kind(p: torch.Tensor) -> tuple[int, dict[str, Any]]:
-    """The dimensions of a parameter, and what a user has written on it for an optimizer to read."""
+    """The dimensions of a parameter, and attributes that a user has set on it for an optimizer to read."""
     return max(1, p.dim()), written_on(p)
 
 
 def _kinds(params: list[torch.Tensor]) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
-    """A shape for each kind among parameters, and what is written on them. Matrices are tall, wide and large: there are
-    optimizers that look at it."""
+    """A shape for each kind of parameter, and its attributes. Matrices come tall, wide and large, as some optimizers
+    treat these differently."""
     found = sorted({repr(kind): kind for kind in map(_kind, params)}.items())
     return [(shape, on) for _, (d, on) in found for shape in _shapes(d)]
 
@@ -181,7 +183,7 @@ def _track(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 
 def _apart(start: Tracks, expected: Values, found: Values) -> list[float]:
-    """For each group, how far two results are from each other, as a part of how far values have moved."""
+    """For each group, the distance between two results, relative to how far values have moved."""
     groups = []
     for tracks, wanted, given in zip(start, expected, found, strict=True):
         far = [0.0]
@@ -195,8 +197,8 @@ def _apart(start: Tracks, expected: Values, found: Values) -> list[float]:
 
 
 def _stepped(optimizer: Optimizer, alike: list[int], tracks: Tracks, before: int = 0) -> Values:
-    """What an optimizer like `optimizer`, which has not stepped yet, makes of values by their gradients. `alike`: see
-    `_alike`; there are tracks for each number in it, the first `before` of which stand for no parameter.
+    """The values after steps of a new optimizer like `optimizer` with these gradients. `alike`: see `_alike`; there are
+    tracks for each number in it, the first `before` of which stand for no parameter.
     """
     values = [[track[0].clone().requires_grad_() for track in group] for group in tracks]
     twin = object.__new__(type(optimizer))
@@ -236,14 +238,15 @@ def _stepped(optimizer: Optimizer, alike: list[int], tracks: Tracks, before: int
 
 
 def _like(value: Any, stand_in: torch.Tensor) -> Any:
-    """State of a parameter as that of what stands for it: of its shape, and all one number."""
+    """State of a parameter as that of its stand-in: in its shape, filled with one number."""
     if isinstance(value, torch.Tensor):
         return torch.full_like(stand_in, float(value.flatten()[0])).detach() if value.dim() else value.clone()
     return value
 
 
 def _visible(options: dict[str, Any]) -> dict[str, Any]:
-    """A learning rate that is not zero, as at the beginning of a warm-up, and a decay that is no rounding error."""
+    """A learning rate that is not zero, as it may be at the beginning of a warm-up, and a decay above rounding
+    error."""
     rate, decay = options.get("lr"), options.get("weight_decay")
     new: dict[str, Any] = {"weight_decay": 0.1} if decay else {}
     if rate is not None:
@@ -252,7 +255,7 @@ def _visible(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copied(values: dict[str, Any], stand_ins: dict[int, Any]) -> dict[str, Any]:
-    """A copy of what an optimizer keeps, in which other objects stand for its parameters and for itself."""
+    """A copy of an optimizer's attributes, in which other objects replace its parameters and itself."""
     kept: list[Any] = []
 
     class Pickler(pickle.Pickler):

@@ -1,20 +1,18 @@
-"""Offload: masters, gradients and optimizer state live elsewhere than where the model computes.
+"""Offload: masters, gradients and optimizer state live away from the device that computes.
 
-[Note: home]
-The home is the host's memory, or files in a folder that are mapped into it, so that the kernel writes back and drops
-what is not in use. Three places meet it: a gather sends a copy that was brought to the device, a reduced gradient is
-placed at home, and the optimizer steps there, on plain CPU tensors as it would anywhere. Nothing else changes: not the
-order of gathers and reductions, and so not one bit of the result.
+[Note: home] Their home is host memory, or files in a folder that are mapped into it, so that the kernel writes back and
+drops unused pages. It concerns three places: a gather sends a copy that was brought to the device, a reduced gradient
+is stored at home, and the optimizer steps there, on plain CPU tensors. Nothing else changes: not the order of gathers
+and reductions, and so not a single bit of the result.
 
-With an accelerator, memory at home is page-locked and copies are queued beside the computing: towards the device on
-one stream, home on another. What is brought is waited for by the stream that computes with it, and a few copies home
-may lag behind it, so that no more than these keep memory on the device. What is added to a gradient at home is added
-by the host as it arrives, as many copies behind. `settle` has the host wait for all copies; it is called before anybody
-reads or writes what lies at home.
+With an accelerator, memory at home is page-locked, and copies overlap with computing: those to the device on one
+stream, those home on another. The computing stream waits for data brought to it; a few copies home may lag behind it,
+so only these keep memory on the device. The host adds to a gradient at home as data arrives, lagging by as many copies.
+`settle` has the host wait for all copies; it is called before anything reads or writes data at home.
 
-A page of a file that is not in memory is read when it is touched, one after the other, while whoever touches it waits.
-So a thread touches what is expected to be needed next. Only copies to and from page-locked memory run beside the
-computing, and a file is no such: the host copies once more, by way of some.
+A page of a file that is not in memory is read when it is touched, one by one, while the code that touches it waits. So
+a thread touches the pages that are expected to be needed next. Only copies to and from page-locked memory overlap with
+computing, and mapped files are not page-locked: the host makes an extra copy through memory that is.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _POPULATE_READ, _WILL_NEED = 22, 3  # of madvise; the first is known to Linux si
 
 
 class Arrival:
-    """A copy under way, with the manners of a collective: `wait` has the present stream wait for it."""
+    """A copy in flight, with the interface of a collective: `wait` has the current stream wait for it."""
 
     def __init__(self, event: torch.Event | None, device: torch.device) -> None:
         self.event, self.device = event, device
@@ -52,15 +50,15 @@ class Arrival:
 
 
 class Home:
-    """Where the parts of a model live.
+    """Where offloaded parts of a model live.
 
     Args:
-        device: of the host. `away` is where the model computes.
-        frozen: whether parameters that are not trained live here too.
+        device: of the host. `away`: the device that computes.
+        frozen: whether frozen parameters live here too.
         folder: keep everything in files of this folder.
 
     Attributes:
-        apart: whether it is another memory than the one that computing uses; `queues` whether copies between the two
+        apart: whether it is other memory than that of the computing device; `queues`: whether copies between the two
             are queued.
 
     Raises:

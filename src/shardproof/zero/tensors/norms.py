@@ -24,7 +24,9 @@ def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.
     Returns: [n], the norm of each tensor over all its elements, float32 at least.
     """
     tensors = list(tensors)
-    at = sorted(range(len(tensors)), key=lambda i: in_the_model(tensors[i]))  # other ranks may name them otherwise
+    at = sorted(
+        range(len(tensors)), key=lambda i: in_the_model(tensors[i])
+    )  # other ranks may list them in another order
     found = [
         _over_ranks(engine, [(t.flat, t.index) for t in members], [t.local.detach() for t in members], order, dtype)
         for engine, members in by_engine(tensors[i] for i in at).items()
@@ -38,7 +40,7 @@ def norms_of(tensors: Iterable[ShardedTensor], order: float = 2.0, dtype: torch.
 def _over_ranks(
     engine: Engine, places: Places, parts: list[torch.Tensor], order: float, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """The norms of whole tensors, of which this rank has the slices `parts`."""
+    """The norms of whole tensors, given this rank's slices `parts`."""
     if engine.deterministic:  # an order of additions that does not depend on where slices begin
         wholes = (engine.gradients.gather_slices(*place, part) for place, part in zip(places, parts, strict=True))
         found = [_local_norms([whole], order, dtype)[0] for whole in wholes]
@@ -81,8 +83,8 @@ def _local_norms(parts: list[torch.Tensor], order: float, dtype: torch.dtype | N
 
 
 def learning_parameters(model: nn.Module) -> list[torch.Tensor]:
-    """The parameters of a model that have a gradient, or may get one. Those of a sharded one its units know, unless
-    modules or parameters were exchanged since: to go through all modules of a model with adapters takes the host some
+    """The parameters of a model that have a gradient, or may get one. For a sharded model the units know them, unless
+    modules or parameters have been exchanged: walking all modules of a model with adapters takes the host some
     milliseconds."""
     engine: Engine | None = getattr(model, "_orig_mod", model).__dict__.get("_shardproof")
     if engine is None or engine.builder.altered:
@@ -92,11 +94,11 @@ def learning_parameters(model: nn.Module) -> list[torch.Tensor]:
 
 
 class GradientGroup:
-    """The present gradients of parameters of one engine, looked at and scaled at once: what a loop over them would do
-    in Python for each is most of what clipping costs the host.
+    """The present gradients of parameters of one engine, read and scaled together: a Python loop over them would be
+    most of the host's cost of clipping.
 
     Attributes:
-        present: the flat and the index of each, in one order on all ranks.
+        present: flat and index of each, in the same order on all ranks.
         parts: this rank's slices of them.
     """
 
@@ -109,7 +111,7 @@ class GradientGroup:
 
     @classmethod
     def of(cls, params: Sequence[torch.Tensor]) -> GradientGroup | None:
-        """None where each has to be looked at by itself: parameters that are not sharded, or by several engines,
+        """None if each has to be treated separately: parameters that are not sharded, or belong to several engines;
         gradients that lie in several places or are part of a graph."""
         sharded: list[ShardedParameter] = [p for p in params if type(p) is ShardedParameter]
         engine = sharded[0].flat.engine if sharded else None
@@ -147,7 +149,8 @@ class GradientGroup:
 
 
 def norm_of(tensor: Any = None, ord: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`Tensor.norm`, `torch.norm` and `torch.linalg.vector_norm` where slices tell it, else NotImplemented."""
+    """`Tensor.norm`, `torch.norm` and `torch.linalg.vector_norm` if they follow from slices, otherwise
+    NotImplemented."""
     if tensor is None:  # given by its name, of which there are several
         return NotImplemented
     order = kwargs.pop("p", ord)
@@ -168,7 +171,7 @@ def norm_of(tensor: Any = None, ord: Any = 2, dim: Any = None, *args: Any, **kwa
 
 
 def linalg_norm(tensor: Any = None, ord: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`torch.linalg.norm`: of a matrix, only Frobenius' is that of its elements."""
+    """`torch.linalg.norm`: of a matrix norm, only the Frobenius norm is that of its elements."""
     by_elements = ord in (None, "fro") or (tensor is not None and tensor.dim() == 1)
     return norm_of(tensor, ord, *args, **kwargs) if by_elements else NotImplemented
 

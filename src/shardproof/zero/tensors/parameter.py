@@ -31,8 +31,8 @@ _SAME_VALUE = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.
 
 
 class ShardedTensor(torch.Tensor):
-    """Common to parameter and gradient. `local` is this rank's slice, `whole()` the whole value; `own` the slice of
-    before, of what somebody holds while the parameter was given another (`p.data = ...`, `p.grad = ...`)."""
+    """Common to parameter and gradient. `local` is this rank's slice, `whole()` the whole value; `own`: the earlier
+    slice, if somebody holds this object and the parameter was given another one (`p.data = ...`, `p.grad = ...`)."""
 
     flat: Flat
     index: int  # type: ignore[assignment]
@@ -88,12 +88,12 @@ class ShardedTensor(torch.Tensor):
         self.note_written("write", [value])
 
     def note_written(self, operation: str, operands: Iterable[Any]) -> None:
-        """The ranks shall compare what they have written. See [Note: written] in ranks/written.py."""
+        """Have ranks compare this write. See [Note: written] in ranks/written.py."""
         self.flat.engine.written.note((False, self.flat.index, self.index), operation, operands)
 
     def stays(self, conversion: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a conversion such as `Tensor.to` returns what it was given. It is tried unseen: a recomputation,
-        whose forward pass had the whole parameter at hand, must not run an operation more than that."""
+        """Whether a conversion such as `Tensor.to` returns its input. Tried out of sight of modes: a recomputation must
+        not run more operations than its forward pass, which had the whole parameter at hand."""
         dtype, device = self.dtype, self.device
         kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}  # a slice has none
         with self.flat.engine.unseen(), torch._C.DisableTorchFunctionSubclass():
@@ -133,7 +133,7 @@ class ShardedTensor(torch.Tensor):
         if func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:  # torch parametrizes it: nothing changes
             return args[0]
         found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, ShardedTensor)]
-        # A transform of torch.func over detached parameters. To put them one behind the other is refused, as that is
+        # A transform of torch.func over detached parameters. Concatenating them is refused, as that is
         # how DistributedDataParallel begins.
         detached = all(type(x) is ShardedValue for x in found) and func is not torch.ops.aten.cat.default
         if detached and not func._schema.is_mutable:
@@ -148,14 +148,14 @@ class ShardedTensor(torch.Tensor):
 
 
 def _keeps_shape(x: torch.Tensor, shape: Sequence[int] | None = None) -> bool:
-    """Whether a view, of this shape, has that of what it is a view of."""
+    """Whether a view of this shape has the shape of its base."""
     if shape is None:
         return True
     return len(shape) == x.dim() and all(new in (-1, old) for new, old in zip(shape, x.shape, strict=True))
 
 
 def by_engine(tensors: Iterable[_Tensor]) -> dict[Engine, list[_Tensor]]:
-    """Those of each engine."""
+    """Tensors grouped by engine."""
     found: dict[Engine, list[_Tensor]] = {}
     for tensor in tensors:
         found.setdefault(tensor.flat.engine, []).append(tensor)
@@ -163,12 +163,12 @@ def by_engine(tensors: Iterable[_Tensor]) -> dict[Engine, list[_Tensor]]:
 
 
 def in_the_model(tensor: ShardedTensor) -> tuple[int, int, int]:
-    """A key to sort by, in one order on all ranks."""
+    """A sort key that gives the same order on all ranks."""
     return tensor.flat.engine.number, tensor.flat.index, tensor.index
 
 
 class ShardedValue(ShardedTensor):
-    """The value of a parameter without its place in autograd: what `p.data` and `p.detach()` return.
+    """The value of a parameter outside autograd: the result of `p.data` and `p.detach()`.
 
     Attributes:
         is_trained: whether it is a leaf of its own, with a whole gradient of this rank (`p.detach().requires_grad_()`).
@@ -177,13 +177,13 @@ class ShardedValue(ShardedTensor):
     is_trained = False
 
     def another(self) -> ShardedValue:
-        """The same values once more."""
+        """A second object with the same values."""
         value: ShardedValue = ShardedValue.wrap(self.flat, self.index, self.dtype, False)
         value.own = self.own
         return value if self.own is not None else self.flat.engine.copies.of_data(value)
 
     def assign(self, value: torch.Tensor) -> None:
-        """`p.data = value`, of the same shape, dtype and device. Who holds `p.data` of before keeps its values."""
+        """`p.data = value`, of the same shape, dtype and device. Earlier results of `p.data` keep their values."""
         flat, index = self.flat, self.index
         if isinstance(value, ShardedValue) and value.flat is flat and value.index == index:
             if value.own is None:
@@ -237,8 +237,8 @@ class ShardedValue(ShardedTensor):
 
 
 class WholeOfLeaf(torch.autograd.Function):
-    """The whole value of a detached one that requires a gradient, which is what reentrant checkpointing makes of a
-    parameter among its arguments."""
+    """The whole value of a detached parameter that requires a gradient, as reentrant checkpointing makes of parameters
+    among its arguments."""
 
     @staticmethod
     def forward(ctx: Any, value: ShardedValue) -> torch.Tensor:
@@ -254,7 +254,7 @@ OURS = {"flat", "index", "owner", "stand_in"}
 
 
 def written_on(p: torch.Tensor) -> dict[str, Any]:
-    """What a user has written on a parameter for an optimizer to read: `p.label = "muon"`."""
+    """Attributes that a user has set on a parameter for an optimizer to read: `p.label = "muon"`."""
     return {name: value for name, value in p.__dict__.items() if name not in OURS and not name.startswith("_")}
 
 
@@ -266,7 +266,7 @@ class ShardedParameter(ShardedValue, nn.Parameter):
 
     Attributes:
         owner: the rank of the shard group that updates it whole, once a matrix optimizer has it; see optim/owners.py.
-        stand_in: what such an optimizer sees of it: the whole on its owner in a step, else nothing.
+        stand_in: what such an optimizer sees instead: the whole on its owner during a step, otherwise nothing.
     """
 
     owner: int | None = None
@@ -274,14 +274,14 @@ class ShardedParameter(ShardedValue, nn.Parameter):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """That of the whole value. Where `Optimizer.load_state_dict` gives state the dtype of its parameter, the
-        master's: in a lower one the state would lose digits before any hook of the engine sees the optimizer."""
+        """The dtype of the whole value. Inside `Optimizer.load_state_dict`, which casts state to it, the master's: in a
+        lower one the state would lose digits before any hook of the engine sees the optimizer."""
         loads = sys._getframe(1).f_code is _LOADS_STATE
         return self.flat.shard.dtype if loads else self.flat.dtype
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """That of the whole value; in the same place, where the shard lies."""
+        """The device of the whole value; inside `Optimizer.load_state_dict`, that of the shard."""
         loads = sys._getframe(1).f_code is _LOADS_STATE
         return self.flat.device if loads else self.flat.engine.comm.device
 
@@ -312,15 +312,15 @@ class ShardedParameter(ShardedValue, nn.Parameter):
     def listen(self) -> None:
         """Take over gradients that autograd itself accumulates on this tensor.
 
-        Whoever hands the parameter to a function below torch's Python functions (`MyFunction.apply(x, weight)`)
+        Code that passes the parameter to a function below torch's Python functions (`MyFunction.apply(x, weight)`)
         makes it a leaf of the graph.
         """
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.register_post_accumulate_grad_hook(self, _hand_over)
 
     def take_over(self, p: nn.Parameter) -> None:
-        """What was said of the gradients of `p`: their dtype, and the hooks that were registered on it, in the same
-        dicts, through which their handles remove them."""
+        """Take over the settings for gradients of `p`: their dtype, and its hooks, in the same dicts, through which
+        their handles remove them."""
         if p.grad_dtype != p.dtype:
             self.grad_dtype = p.grad_dtype
         kept = {"_backward_hooks": self.flat.gradient_hooks, "_post_accumulate_grad_hooks": self.flat.post_hooks}
@@ -370,7 +370,7 @@ class ShardedGradient(ShardedTensor):
         return self.flat.slice_in(self.buffer, self.index) if self.own is None else self.own
 
     def settle(self) -> None:
-        """Take in what was added or written since: somebody may have held on to this over a backward pass."""
+        """Take in later additions and edits: this object may have been held across a backward pass."""
         engine = self.flat.engine
         if engine.gradients.dirty and self.buffer is self.flat.grad:
             engine.gradients.finish()

@@ -1,7 +1,7 @@
 """Collectives that a user calls on sharded tensors: `dist.all_reduce(p.grad)`.
 
-A collective writes to memory without raising a version counter, so what it did to a copy would be seen by nobody. It
-gets copies here, is waited for, and its results are written back, each rank its slice.
+A collective writes to memory without raising a version counter, so its effect on a copy would go unnoticed. Here it
+gets copies and is waited for, and each rank writes its slice of the results back.
 """
 
 from __future__ import annotations
