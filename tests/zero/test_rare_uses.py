@@ -13,7 +13,8 @@ from torch import nn
 
 import shardproof
 from shardproof.errors import EngineError
-from zero.models import FEATURES, WIDTH, Net
+from shardproof.zero.ranks.invariants import Invariants
+from zero.models import FEATURES, HIDDEN, WIDTH, Net
 
 X = torch.linspace(-1, 1, 4 * FEATURES).view(4, FEATURES)
 
@@ -47,7 +48,46 @@ def tied_later(model: Net) -> list[torch.Tensor]:
     return [model.blocks[0].up.weight.grad, *(v for n, v in model.state_dict().items() if "up.weight" in n)]
 
 
-USES = [gradients_of_both, pickled, held_in_its_forward, tied_later]
+def exchanged_and_lent(model: Net) -> list[torch.Tensor]:
+    """The first to see that blocks have changed places is a forward whose parameters are not those of the model."""
+    model.blocks[0], model.blocks[2] = model.blocks[2], model.blocks[0]
+    lent = {name: p.clone() for name, p in model.named_parameters()}
+    torch.func.functional_call(model, lent, (X,)).square().sum().backward()
+    with torch.no_grad():
+        return [model(X), *(p.grad for p in model.parameters())]
+
+
+def attached_and_lent(model: Net) -> list[torch.Tensor]:
+    """What was attached is seen behind such a forward."""
+    torch.manual_seed(1)
+    model.blocks[1].up = nn.Linear(WIDTH, HIDDEN)
+    torch.func.functional_call(model, {name: p.detach() for name, p in model.named_parameters()}, (X,))
+    model(X * (1 if not dist.is_initialized() else 1 + dist.get_rank())).sum().backward()
+    assert type(model.blocks[1].up.weight) is type(model.head.weight)
+    return [p.detach() * 1 for p in model.parameters()]
+
+
+def stepped_without_gradients(model: Net) -> list[torch.Tensor]:
+    """A step changes what has a gradient: a graph of the others stays good."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    loss = model(X).square().sum()
+    model.embed.bias.grad = torch.ones(WIDTH)  # which no graph saves
+    model.blocks[1].up.bias.grad = torch.ones(HIDDEN)
+    optimizer.step()
+    optimizer.zero_grad()
+    loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+USES = [
+    gradients_of_both,
+    pickled,
+    held_in_its_forward,
+    tied_later,
+    exchanged_and_lent,
+    attached_and_lent,
+    stepped_without_gradients,
+]
 
 
 def used(use: Callable[[Net], list[torch.Tensor]], stage: int) -> None:
@@ -64,6 +104,40 @@ def used(use: Callable[[Net], list[torch.Tensor]], stage: int) -> None:
 @pytest.mark.parametrize("use", USES)
 def test_a_rare_use_is_that_of_one_process(run2, use, stage):
     run2(used, use, stage)
+
+
+def test_a_step_changes_what_has_a_gradient_behind_the_first_steps_too(monkeypatch):
+    monkeypatch.setattr(Invariants, "early", False)
+    used(stepped_without_gradients, 3)
+
+
+def of_what_one_rank_has_used(stage: int) -> None:
+    """Gradients that are asked for are the mean over ranks on all of them, as those of a backward pass."""
+    torch.manual_seed(0)
+    model = shardproof.shard(nn.ModuleList(nn.Linear(3, 2) for _ in range(2)), stage, units=[])
+    loss = model[dist.get_rank()](torch.ones(4, 3)).sum()
+    with pytest.raises(RuntimeError, match="not have been used"):
+        torch.autograd.grad(model[0](torch.ones(4, 3)).sum(), [model[1].bias])
+    weights = [model[0].weight, model[1].weight]
+    for grad in torch.autograd.grad(loss, weights, create_graph=True):
+        torch.testing.assert_close(grad.detach() * 1, torch.full((2, 3), 2.0))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_of_what_another_rank_has_used_is_asked_for(run2, stage):
+    run2(of_what_one_rank_has_used, stage)
+
+
+@pytest.mark.parametrize("mix", [torch.Tensor.lerp_, lambda p, q, w: torch._foreach_lerp_([p], [q], w)])
+def test_masters_are_mixed_with_values_in_the_dtype_of_computing(mix):
+    model = shardproof.shard(Net(), 3, mixed_precision=torch.bfloat16)
+    weight = model.head.weight
+    expected = weight.local.detach().clone()
+    for weighted in (0.25, torch.full_like(weight, 0.25)) if mix is torch.Tensor.lerp_ else (0.25,):
+        with torch.no_grad():
+            mix(weight, torch.ones_like(weight), weighted)
+        expected.lerp_(torch.ones_like(expected), 0.25)
+        assert torch.equal(weight.local, expected)
 
 
 def converted() -> None:

@@ -51,8 +51,7 @@ def find_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Modul
         return found
     lists = _outermost((n, m) for n, m in named if isinstance(m, nn.ModuleList))
     sizes = [len(m) for _, m in lists]  # type: ignore[arg-type]
-    longest = max(sizes, default=0)
-    if longest < 2:
+    if (longest := max(sizes, default=0)) < 2:
         return []
     lists = [pair for pair, size in zip(lists, sizes, strict=True) if 2 * size >= longest and size > 1]
     prefixes = tuple(f"{n}." for n, _ in lists)
@@ -187,7 +186,7 @@ class Builder:
             child = module._modules.get(name)
             inside = [module] if child is None else list(child.modules())
             names = [(m, n) for m in inside for n in m._parameters] if child is not None else [(module, name)]
-            self.attached = self.attached or any(self._is_new(m, n) for m, n in names)
+            self.attached = any([self._is_new(m, n) for m, n in names]) or self.attached
             self.modules.update((id(m), m) for m in inside)
         return self.attached
 
@@ -195,7 +194,11 @@ class Builder:
         p = module._parameters.get(name)
         if isinstance(p, ShardedParameter):
             return not _has_slot(p, module, name)
-        return p is not None and id(p) not in self._shown()
+        if p is None or id(p) in self._shown():
+            return False
+        if not isinstance(p, nn.Parameter):  # `functional_call` lends it: to be looked at when that is over
+            self.registered.append((module, name))
+        return isinstance(p, nn.Parameter)
 
     def _shown(self) -> set[int]:
         """In mid-forward, the plain tensors that stand in place of the parameters of open units."""
@@ -210,15 +213,13 @@ class Builder:
     def build(self) -> None:
         """Make units of everything that is still plain. Every rank must call it with the same model."""
         engine, model = self.engine, self.engine.model
-        self.attached = False
-        first = not engine.units
+        self.attached, first = False, not engine.units
         if first:
             engine.units.append(Unit(engine, "root", 0))
         else:
             engine.meet("take in what was attached to the model")
         unit_of = {id(m): unit for unit in engine.units[1:] for m in unit.entries}
-        wanted = find_units(model, self.choice if first else self._classes())
-        for name, module in wanted:
+        for name, module in find_units(model, self.choice if first else self._classes()):
             if id(module) not in unit_of and any(type(p) in _PLAIN for p in module.parameters()):
                 unit = unit_of[id(module)] = Unit(engine, name, len(engine.units))
                 engine.units.append(unit)
@@ -260,7 +261,7 @@ class Builder:
             for name, p in module._parameters.items():
                 if isinstance(p, ShardedParameter):
                     self._add_slot(p, module, name)
-                elif p is not None and id(p) not in shown and self._can_cut(p, prefix + name, module, name):
+                elif isinstance(p, nn.Parameter) and id(p) not in shown and self._can_cut(p, prefix + name, module, name):
                     _, owner, places = found.setdefault(id(p), (p, unit, []))
                     places.append((module, name, prefix + name))
                     if owner is not unit:
@@ -300,8 +301,7 @@ class Builder:
         for (unit_index, requires_grad, dtype, _), members in order:
             flat = self._make_flat(self.engine.units[unit_index], members, requires_grad, dtype)
             for (p, where), made in zip(members, list(flat.params), strict=True):
-                grad = p.grad
-                p.grad = None
+                grad, p.grad = p.grad, None
                 new.append((self._replace(p, made, where), grad))
         self.engine.pool.forget()
         self._adopt_gradients(new)

@@ -8,7 +8,8 @@ import torch
 
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import GatherNow
-from shardproof.zero.tensors.parameter import ShardedParameter
+from shardproof.zero.ranks.invariants import on_any_rank
+from shardproof.zero.tensors.parameter import ShardedParameter, by_engine
 
 
 def grad_of_parameters(
@@ -39,9 +40,10 @@ def grad_of_parameters(
             outputs, [*leaves, *others], grad_outputs=grad_outputs, allow_unused=True, **options
         )
     finally:
-        used = {key: flat.captured for key, flat in flats.items()}
+        used = {(key, index) for key, flat in flats.items() for index in flat.captured or ()}
         for flat in flats.values():
             flat.captured = None
+    used = _used_anywhere(used, [x for x in inputs if isinstance(x, ShardedParameter)])
     wholes: dict[int, torch.Tensor] = {}
     for (key, flat), grad in zip(flats.items(), found, strict=False):
         if grad is not None:
@@ -51,7 +53,7 @@ def grad_of_parameters(
     for x in inputs:
         if not isinstance(x, ShardedParameter):
             value = next(rest)
-        elif id(x.flat) in wholes and x.index in (used[id(x.flat)] or ()):
+        elif (id(x.flat), x.index) in used:
             value = x.flat.view(wholes[id(x.flat)], x.index)
             value = value if value.requires_grad else value.data  # its edits are its own
         else:
@@ -64,6 +66,17 @@ def grad_of_parameters(
             )
         results.append(torch.zeros_like(x) if value is None and materialize else value)
     return tuple(results)
+
+
+def _used_anywhere(used: set[tuple[int, int]], params: list[ShardedParameter]) -> set[tuple[int, int]]:
+    """Which of `params` a rank has used, by flat and index: the mean is that of all ranks, on all of them."""
+    for engine, members in by_engine(params).items():
+        if engine.comm.size > 1:
+            engine.meet("differentiate a gradient")
+            places = [(id(p.flat), p.index) for p in members]
+            anywhere = on_any_rank(engine.comm, [place in used for place in places])
+            used = used | {place for place, here in zip(places, anywhere, strict=True) if here}
+    return used
 
 
 def view_like(p: Any, other: torch.Tensor) -> Any:

@@ -120,22 +120,22 @@ class _NotLocal(Exception):
 
 
 def _slice_like(value: Any, target: ShardedTensor) -> Any:
-    """The part of an operand that meets the target's slice."""
-    if value is target:
-        return target.local
+    """The part of an operand that meets the target's slice, as finely kept as that: `lerp_` promotes nothing."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    part = value
     if isinstance(value, ShardedTensor):
         if not _same_slices(value, target):
             raise _NotLocal
-        here, there = value.flat.device, target.flat.device
-        return value.local if here == there else value.local.to(there)
-    if isinstance(value, torch.Tensor):
-        if value.dim() == 0:
-            return value.to(target.flat.device)
+        part = value.local
+    elif value.dim():
         if tuple(value.shape) != target.flat.shapes[target.index] or value.layout is not torch.strided:
             raise _NotLocal
-        part = target.flat.slice_of(value, target.index).to(target.flat.device)
-        return part if target.flat.engine.sharded else part.view(value.shape)
-    return value
+        part = target.flat.slice_of(value, target.index)
+        part = part if target.flat.engine.sharded else part.view(value.shape)
+    dtype = target.local.dtype
+    finer = part.is_floating_point() and torch.promote_types(part.dtype, dtype) == dtype
+    return part.to(target.flat.device, dtype if finer else part.dtype)
 
 
 def _in_place(func: Callable[..., Any], name: str, target: ShardedTensor, args: Any, kwargs: Any) -> Any:

@@ -100,7 +100,7 @@ class Flat(Accumulated):
                 self.kept = torch.empty(self.numel, dtype=self.dtype, device=shard.device)
                 shard = self.part_of(self.kept).copy_(shard.detach())
         self.shard, self.source = shard, None
-        self.locals = self.locals_of(shard)
+        self.locals = [local.data for local in self.locals_of(shard)]  # each counts its own changes
         self._own_uses = 0 if self.kept is None else storage_uses(self.kept.untyped_storage())
 
     def keeps(self, dtype: torch.dtype) -> bool:
