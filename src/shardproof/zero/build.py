@@ -186,7 +186,7 @@ class Builder:
             child = module._modules.get(name)
             inside = [module] if child is None else list(child.modules())
             names = [(m, n) for m in inside for n in m._parameters] if child is not None else [(module, name)]
-            self.attached = any([self._is_new(m, n) for m, n in names]) or self.attached
+            self.attached |= sum(self._is_new(m, n) for m, n in names) > 0  # each of them is asked
             self.modules.update((id(m), m) for m in inside)
         return self.attached
 
@@ -261,7 +261,7 @@ class Builder:
             for name, p in module._parameters.items():
                 if isinstance(p, ShardedParameter):
                     self._add_slot(p, module, name)
-                elif isinstance(p, nn.Parameter) and id(p) not in shown and self._can_cut(p, prefix + name, module, name):
+                elif p is not None and id(p) not in shown and self._can_cut(p, prefix + name, module, name):
                     _, owner, places = found.setdefault(id(p), (p, unit, []))
                     places.append((module, name, prefix + name))
                     if owner is not unit:
@@ -282,7 +282,7 @@ class Builder:
             raise EngineError(f"'{full_name}' is not initialised yet. Run one forward pass before shardproof.shard.")
         if type(p) in _PLAIN:
             return True
-        if p.requires_grad:
+        if p.requires_grad and isinstance(p, nn.Parameter):  # else `functional_call` lends it
             raise EngineError(
                 f"'{full_name}' is a {type(p).__name__}, a kind of parameter that cannot be cut into slices, and it "
                 "is trainable. Freeze it, or replace it with a plain nn.Parameter."

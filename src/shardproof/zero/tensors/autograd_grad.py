@@ -8,7 +8,6 @@ import torch
 
 from shardproof.errors import EngineError
 from shardproof.zero.autograd import GatherNow
-from shardproof.zero.ranks.invariants import on_any_rank
 from shardproof.zero.tensors.parameter import ShardedParameter, by_engine
 
 
@@ -74,8 +73,9 @@ def _used_anywhere(used: set[tuple[int, int]], params: list[ShardedParameter]) -
         if engine.comm.size > 1:
             engine.meet("differentiate a gradient")
             places = [(id(p.flat), p.index) for p in members]
-            anywhere = on_any_rank(engine.comm, [place in used for place in places])
-            used = used | {place for place, here in zip(places, anywhere, strict=True) if here}
+            flags = torch.tensor([place in used for place in places], dtype=torch.int64, device="cpu")
+            engine.comm.agree([], flags)
+            used = used | {place for place, flag in zip(places, flags.tolist(), strict=True) if flag}
     return used
 
 
