@@ -14,7 +14,7 @@ from torch import nn
 import shardproof
 from shardproof.errors import EngineError
 from shardproof.zero.ranks.invariants import Invariants
-from zero.models import FEATURES, HIDDEN, WIDTH, Net
+from zero.models import CLASSES, FEATURES, HIDDEN, WIDTH, Net
 
 X = torch.linspace(-1, 1, 4 * FEATURES).view(4, FEATURES)
 
@@ -79,6 +79,17 @@ def stepped_without_gradients(model: Net) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters()]
 
 
+def differentiated_and_attached(model: Net) -> list[torch.Tensor]:
+    """A graph of a weight that was plain then."""
+    torch.manual_seed(1)
+    model.head = nn.Linear(WIDTH, CLASSES)
+    loss = model.head.weight.square().sum()
+    with torch.no_grad():
+        model(X)
+    loss.backward()
+    return [model.head.weight.grad]
+
+
 USES = [
     gradients_of_both,
     pickled,
@@ -87,6 +98,7 @@ USES = [
     exchanged_and_lent,
     attached_and_lent,
     stepped_without_gradients,
+    differentiated_and_attached,
 ]
 
 

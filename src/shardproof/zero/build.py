@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from shardproof.errors import EngineError
 from shardproof.zero.checks import READER, check_unwrapped
-from shardproof.zero.optim.state import Replaced
+from shardproof.zero.optim.state import replace
 from shardproof.zero.ranks.invariants import on_any_rank
 from shardproof.zero.ranks.same_model import check_same_model
 from shardproof.zero.schedule.engine import Engine
@@ -358,7 +358,7 @@ class Builder:
             result: ShardedParameter = p  # type: ignore[assignment]
         except RuntimeError:  # see `Replaced`
             result = made
-            p.__class__, p.__dict__["became"] = Replaced, result
+            replace(p, result)
         flat.params[index] = result
         if flat.requires_grad[index]:
             result.listen()

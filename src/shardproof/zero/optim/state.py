@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from shardproof.errors import EngineError
-from shardproof.zero.tensors.parameter import ShardedParameter, in_the_model
+from shardproof.zero.tensors.parameter import ShardedParameter, hand_over, in_the_model
 
 # State of one number, whatever shape a parameter has.
 SCALARS = "step", "mu_product", "eta", "mu"
@@ -37,6 +37,13 @@ class Replaced(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.became.__reduce_ex__(protocol)
+
+
+def replace(p: nn.Parameter, made: ShardedParameter) -> None:
+    """Have `made` stand in the place of `p`, and get what graphs of `p` have for it."""
+    if p.requires_grad:
+        p.register_post_accumulate_grad_hook(hand_over)
+    p.__class__, p.__dict__["became"] = Replaced, made
 
 
 def exchange_replaced(optimizer: Optimizer) -> None:

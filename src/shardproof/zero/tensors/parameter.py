@@ -316,7 +316,7 @@ class ShardedParameter(ShardedValue, nn.Parameter):
         makes it a leaf of the graph.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            torch.Tensor.register_post_accumulate_grad_hook(self, _hand_over)
+            torch.Tensor.register_post_accumulate_grad_hook(self, hand_over)
 
     def take_over(self, p: nn.Parameter) -> None:
         """Take over the settings for gradients of `p`: their dtype, and its hooks, in the same dicts, through which
@@ -344,12 +344,13 @@ class ShardedParameter(ShardedValue, nn.Parameter):
 sharded_values |= {ShardedValue, ShardedParameter}
 
 
-def _hand_over(p: ShardedParameter) -> None:
+def hand_over(p: Any) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         grad = _GRAD.__get__(p)
         _GRAD.__set__(p, None)
     if grad is None:  # the end of an ordinary gather: its gradients were received before
         return
+    p = getattr(p, "became", p)  # of a graph from before the cut
     p.flat.engine.gradients.receive(p.flat, [(p.index, grad)], {})
 
 
