@@ -145,13 +145,11 @@ def evaluate(m: Machine, a: int, b: int) -> None:
             m.note("evaluated", m.loss(), mean=True)
 
 
-# --- graphs ---------------------------------------------------------------------------------------
-
-
 @statement
 def change_ways(m: Machine, a: int, b: int) -> None:
     ways = ["call", "call", "checkpoint", "twice", "skip"]
     m.model.ways = [ways[(a + b * i) % 5] for i in range(3)]
+    m.graphs.clear()
 
 
 @statement
@@ -262,6 +260,8 @@ def edit_data(m: Machine, a: int, b: int) -> None:
 @statement
 def freeze(m: Machine, a: int, b: int) -> None:
     m.parameter(a).requires_grad_(b % 2 == 0)
+    if "checkpoint" in m.model.ways:  # it would compute another graph than before, which torch refuses
+        m.graphs.clear()
 
 
 @statement
