@@ -105,7 +105,7 @@ def _on_whole(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _check_leaf(target: ShardedTensor) -> None:
     if torch.is_grad_enabled() and isinstance(target, ShardedParameter) and target.flat.requires_grad[target.index]:
         raise RuntimeError(
-            f"a leaf Variable that requires grad is being used in an in-place operation: parameter "
+            "a leaf Variable that requires grad is being used in an in-place operation: parameter "
             f"'{target.qualified_name}'. Wrap the edit in torch.no_grad()."
         )
 
@@ -123,19 +123,20 @@ def _slice_like(value: Any, target: ShardedTensor) -> Any:
     """The part of an operand that meets the target's slice, as finely kept as that: `lerp_` promotes nothing."""
     if not isinstance(value, torch.Tensor):
         return value
-    part = value
+    if value is target:
+        return target.local
+    part, here, there, dtype = value, value.device, target.flat.device, target.local.dtype
     if isinstance(value, ShardedTensor):
         if not _same_slices(value, target):
             raise _NotLocal
-        part = value.local
+        part, here = value.local, value.flat.device
     elif value.dim():
         if tuple(value.shape) != target.flat.shapes[target.index] or value.layout is not torch.strided:
             raise _NotLocal
-        part = target.flat.slice_of(value, target.index)
-        part = part if target.flat.engine.sharded else part.view(value.shape)
-    dtype = target.local.dtype
-    finer = part.is_floating_point() and torch.promote_types(part.dtype, dtype) == dtype
-    return part.to(target.flat.device, dtype if finer else part.dtype)
+        part = target.flat.slice_of(value, target.index).view(-1 if target.flat.engine.sharded else value.shape)
+    part = part if here == there else part.to(there)
+    finer = part.dtype != dtype and part.is_floating_point() and torch.promote_types(part.dtype, dtype) == dtype
+    return part.to(dtype) if finer else part
 
 
 def _in_place(func: Callable[..., Any], name: str, target: ShardedTensor, args: Any, kwargs: Any) -> Any:
