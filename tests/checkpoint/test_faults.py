@@ -190,7 +190,7 @@ def test_without_its_mark_a_folder_is_no_checkpoint(two: tuple[Job, Path]) -> No
     job, folder = two
     (folder / "new" / "checkpoint.json").unlink()
     with pytest.raises(
-        shardproof.CheckpointError, match=r"no complete checkpoint.*newest complete one there is .*/old"
+        shardproof.CheckpointError, match=r"not a complete checkpoint.*newest complete one there is .*/old"
     ):
         job.load(folder / "new")
     with pytest.raises(shardproof.CheckpointError, match="there is no such folder"):

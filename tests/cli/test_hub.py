@@ -136,7 +136,8 @@ def test_a_revision_is_a_folder_of_the_cache(cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "model, text", [("org/name", "v2: it is not in the cache .* cannot be reached"), ("tiny", "--model tiny is none")]
+    "model, text",
+    [("org/name", "v2: it is not in the cache .* cannot be reached"), ("tiny", "tiny is not one")],
 )
 def test_a_revision_that_is_nowhere_is_told(cache: Path, model: str, text: str) -> None:
     store(cache, "org/name", *COMPLETE)

@@ -20,7 +20,7 @@ GRPO = ["rlhf", "--rlhf-type", "grpo", "--model", "tiny", "--dataset", "stdlib#8
         (["sft", "--model", "MS::one", *SFT[3:]], "what ModelScope's hub shall give is named MS::OWNER/NAME"),
         (
             [*SFT, "--report-to", "wandbb"],
-            "--report-to wandbb: there is none, tensorboard, wandb, swanlab, mlflow, trackio. Did you mean wandb?",
+            "--report-to wandbb: use one of none, tensorboard, wandb, swanlab, mlflow, trackio. Did you mean wandb?",
         ),
         ([*SFT, "--save-only-model"], "--save-only-model sets the contents of checkpoints: add --save-steps"),
         ([*SFT, "--min-processes", "2"], "--min-processes sets how few processes a run may resume on"),

@@ -253,11 +253,11 @@ def test_the_batch_script_trains(capsys, tmp_path, tiny, rows):  # noqa: F811
         (["slurm", "--nodes", "3", "--", *TRAIN, "--global-batch-size", "4"], "cannot be dealt out"),
         (["slurm", "--image", "x", "--", *TRAIN], "--image is not for slurm"),
         (["k8s", "--partition", "x", "--", *TRAIN], "--partition is not for k8s"),
-        (["k8s", "--name", "My Job", "--", *TRAIN], "small letters"),
+        (["k8s", "--name", "My Job", "--", *TRAIN], "use lower-case letters"),
         (["k8s", "--volume", "data=here", "--", *TRAIN], "must begin with a slash"),
         (["k8s", "--secret-env", "A=b", "--", *TRAIN], "name the secret and its key"),
         (["slurm", "--env", "MY-NAME=1", "--", *TRAIN], "MY-NAME is not a variable name"),
-        (["slurm", "--name", "a\n#SBATCH --account=other", "--", *TRAIN], "one line each"),
+        (["slurm", "--name", "a\n#SBATCH --account=other", "--", *TRAIN], "must not contain line breaks"),
     ],
 )
 def test_what_cannot_run_is_refused(argv, text):

@@ -142,7 +142,7 @@ def test_what_peft_saves_of_a_base_keeps_its_digits() -> None:
         ({"rlhf_type": "orpo", "model_stages": {"ref_model": 0}}, "orpo has no other model"),
         ({"model_stages": {"reward_model": 0}}, "dpo has ref_model"),
         ({"model_stages": {"ref_model": 0}, "tuner": "lora"}, "the reference is the model without adapters"),
-        ({"rlhf_type": "grpo", "model_precisions": {"reward_model": "bf16"}}, "there is no --reward-model"),
+        ({"rlhf_type": "grpo", "model_precisions": {"reward_model": "bf16"}}, "reward_model=bf16 needs --reward-model"),
         ({"rlhf_type": "ppo", "model_precisions": {"value_model": "fp16"}}, "--precision fp16"),
         (
             {"model_offloads": {"teacher_model": "all"}},

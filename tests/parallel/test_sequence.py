@@ -362,7 +362,7 @@ def test_heads_that_cannot_be_dealt_out_are_refused(heads, keys, size):
     ("given", "text"),
     [
         ({"metrics": ["mine"], "val_split": 0.1}, "metrics need full rows"),
-        ({"deterministic": True}, "gradients in another order"),
+        ({"deterministic": True}, "are added in another order"),
         ({"fp8": True, "precision": "bf16"}, "scaled by its own maximum"),
         ({"loss": "mine"}, "needs full rows"),
         ({"attn": "eager"}, "--attn is eager"),

@@ -246,7 +246,7 @@ REFUSED = {
     "--system x": "--system none, and this run has x",
     "--max-length 33": "with --max-length 32 --truncation drop, and its longest row has",
     "--max-length 32 --truncation right": "which gives other rows",
-    "--max-length 32 --new-special-tokens <|new|>": "another tokenizer than that of this run",
+    "--max-length 32 --new-special-tokens <|new|>": "a tokenizer other than that of this run",
     "--max-length 32 --task embedding": "--task causal_lm, and this run has embedding",
 }
 
@@ -265,14 +265,14 @@ def test_a_form_of_tools_is_that_of_the_run(tiny: Path, rows: Path, tmp_path: Pa
     recipe: Any = recipe_of(config)
     found, _ = recipe.read(config)
     assert len(recipe.encode(config, found, processing_of(str(tiny), config))) == len(found)
-    with pytest.raises(ConfigError, match="another chat template than that of this run"):
+    with pytest.raises(ConfigError, match="a chat template other than that of this run"):
         encoded(tiny, tmp_path / "kept" / "train")
 
 
 def test_rows_of_another_command_are_refused_before_anything_is_read(tiny: Path, folder: Path) -> None:
     argv = ["--rlhf-type", "dpo", "--model", str(tiny), "--cached-dataset", str(folder / "train")]
     config, _ = training.parse(RlhfConfig, "", argv)
-    with pytest.raises(ConfigError, match="was encoded for 'shardproof sft', and this is 'rlhf'"):
+    with pytest.raises(ConfigError, match="was encoded for 'shardproof sft', but this is 'rlhf'"):
         recipe_of(config).check(config, 1)
 
 
@@ -366,7 +366,7 @@ def test_another_template_is_refused(tiny: Path, folder: Path, tmp_path: Path) -
     shutil.copytree(tiny, other)
     template = other / "chat_template.jinja"
     template.write_text(f"{template.read_text()} ")
-    with pytest.raises(ConfigError, match="another chat template than that of this run"):
+    with pytest.raises(ConfigError, match="a chat template other than that of this run"):
         encoded(other, folder / "train", "--max-length", "32")
 
 
@@ -503,7 +503,7 @@ def test_a_folder_that_is_only_read_is_read_into_memory(tiny: Path, folder: Path
     [
         (["--streaming", "--max-steps", "2"], "--streaming reads them during it"),
         (["--interleave-prob", "1.0"], "--interleave-prob"),
-        (["--columns", "query=question"], "--columns is about rows that are read"),
+        (["--columns", "query=question"], "--columns applies to rows read"),
         (["--val-split", "0.1", "--cached-val-dataset", "x"], "--cached-val-dataset and --val-split"),
     ],
 )

@@ -142,4 +142,4 @@ def test_an_answer_ends_by_what_it_says_and_not_by_what_it_was_asked(short: Chat
 
 def test_without_a_template_no_answer_is_opened(short: Chat, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["infer", str(short.folder), "--prompt", "a", "--plain", "--response-prefix", "x"]) == 2
-    assert "--plain leaves the chat template out, and --response-prefix needs one" in capsys.readouterr().err
+    assert "--plain leaves the chat template out, and --response-prefix needs it" in capsys.readouterr().err

@@ -142,7 +142,7 @@ def test_machines_that_see_other_pictures_or_rows_are_refused(
     [
         ({"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
         ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK=2: with NNODES=2 it goes from 0 to 1"),
-        ({"NNODES": "two"}, "NNODES=two is no number"),
+        ({"NNODES": "two"}, "NNODES=two is neither a number nor"),
     ],
 )
 def test_variables_that_do_not_fit_are_refused(monkeypatch, variables, text):

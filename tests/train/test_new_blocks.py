@@ -101,7 +101,7 @@ def test_a_model_is_what_it_was_with_blocks_that_write_nothing(tmp_path: Path, k
 @pytest.mark.parametrize(
     ("kind", "count", "more", "said"),
     [
-        ("llama", 3, {}, "has 4 blocks, which 3 does not divide"),
+        ("llama", 3, {}, "has 4 blocks, which is not a multiple of 3"),
         ("gpt_neox", 2, {}, "blocks without down_proj and o_proj"),
         ("qwen3_moe", 2, {**KINDS["qwen3_moe"], "mlp_only_layers": [1]}, "its config cannot say which kind"),
     ],

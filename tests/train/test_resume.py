@@ -864,7 +864,7 @@ def test_nothing_that_was_trained_is_removed_unasked(tmp_path: Path) -> None:
     assert not refusal(output_dir=f"{out}/../out", resume=str(good))
     file = next(good.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1])
-    assert f"but model, checkpoint-2, which a run from the start would remove. {file} has" in refusal(**auto)
+    assert f"but it has model, checkpoint-2, which a run from the start would remove. {file} has" in refusal(**auto)
     (tmp_path / "theirs" / "checkpoint-500").mkdir(parents=True)
     assert "holds what another program wrote (checkpoint-500)" in refusal(output_dir=str(tmp_path / "theirs"))
 

@@ -224,9 +224,7 @@ def test_answers_and_their_rewards_are_written_down_and_shown(runs: Any) -> None
         ("loss", "Did you mean sigmoid?"),
         ("rows", "prompts.jsonl:1: there is no 'rejected_response'"),
         ("none", "--dataset is missing"),
-        pytest.param(
-            "server", "the package vllm is not installed here", marks=pytest.mark.skipif(VLLM, reason="it is")
-        ),
+        pytest.param("server", "the package vllm, with which", marks=pytest.mark.skipif(VLLM, reason="it is")),
         ("no_server", "--vllm-server-port applies to a vLLM server, which is not used: add --use-vllm"),
         ("part", "--freeze llm"),
         ("targets", "nonesuch"),

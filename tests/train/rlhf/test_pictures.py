@@ -653,7 +653,7 @@ def test_a_file_that_is_lost_later_does_not_end_the_run(tmp_path: Path, pictured
         ),
         (PAIRS[0], "--precompute-ref", ["--precompute-ref"]),
         (CHAT, "is a text model, but these rows have files", ["--rlhf-type", "gkd", "--teacher-model", "TEXT"]),
-        (PAIRS[0], "is a model of text", ["--model", "tiny"]),
+        (PAIRS[0], "is a text model", ["--model", "tiny"]),
         (PAIRS[0], "Every row is longer than --max-length 8", ["--max-length", "8"]),
     ],
 )

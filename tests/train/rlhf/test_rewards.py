@@ -218,7 +218,7 @@ def test_what_may_be_returned(own: Path) -> None:
 def test_answers_that_nobody_judged_are_told_of_once(own: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     called(own, "silent", "half")
-    assert "judged 1 of 2 answers" in caplog.text
+    assert "None for 1 of 2 answers" in caplog.text
     caplog.clear()
     called(own, "half", "judge")
     called(own, "silent", alone=False)

@@ -399,7 +399,10 @@ def test_experts_whose_number_trl_does_not_find_are_refused(rlhf: Any, tmp_path:
 
     Llama4TextConfig().save_pretrained(tmp_path)
     save_file({}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"--router-aux-loss-coef: TRL has no loss .* of this kind \(llama4_text\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--router-aux-loss-coef: TRL has no .* of this kind \(llama4_text\)",
+    ):
         rlhf(1, [{"model": str(tmp_path), "router_aux_loss_coef": 0.1}], *COMMON, *ALGORITHMS[kind])
 
 

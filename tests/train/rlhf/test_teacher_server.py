@@ -288,7 +288,7 @@ def test_one_that_goes_away_ends_the_run_in_words(rlhf: Any, models: dict[str, P
             {"rlhf_type": "grpo", "gkd_logits_topk": None, "temperature": 0.9, "lmbda": 0.5},
             "Use --temperature 1",
         ),
-        ({"model_stages": {"teacher_model": 2}}, "there is no --teacher-model"),
+        ({"model_stages": {"teacher_model": 2}}, "teacher_model=2 needs --teacher-model"),
     ],
 )
 def test_what_no_server_is_for_is_refused(options: dict[str, Any], text: str) -> None:

@@ -303,7 +303,7 @@ def _check_generations(config: RlhfConfig, batch: Batch) -> None:
         )
     if batch.micro * steps % batch.sequence:
         raise ConfigError(
-            f"--sequence-parallel {batch.sequence}: the {batch.sequence} processes of a group share its"
+            f"--sequence-parallel {batch.sequence}: the {batch.sequence} processes of a group cannot share its"
             f" {batch.micro * steps} answers ({batch.micro} x {steps} micro-batch(es)) evenly.\n"
             "Raise --per-device-batch-size, --gradient-accumulation-steps or --steps-per-generation to a multiple of"
             f" {batch.sequence}."
