@@ -150,9 +150,7 @@ def test_those_that_a_model_has_no_positions_for_are_refused(
 
     GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=16, vocab_size=2048).save_pretrained(tmp_path)
     config = RlhfConfig(rlhf_type="grpo", model=str(tmp_path), chord_sft_dataset=[str(files["chats"])])
-    with pytest.raises(
-        ConfigError, match=r"--chord-sft-dataset: a row has \d+ tokens, and .* only 16 positions"
-    ):
+    with pytest.raises(ConfigError, match=r"--chord-sft-dataset: a row has \d+ tokens, and .* only 16 positions"):
         encoded_experts(config, AutoTokenizer.from_pretrained(models["policy"]))
 
 
