@@ -32,6 +32,8 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export HF_HUB_DISABLE_TELEMETRY = 1
 export TOKENIZERS_PARALLELISM = false
+# Without bytecode every process would compile all that it imports again; empty means that it is written.
+export PYTHONDONTWRITEBYTECODE =
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
@@ -48,12 +50,11 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@echo "installing shardproof and its pinned dependencies into $(VENV)"
 	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(PINS)
 	@# torch first, alone and exactly pinned: an open requirement would let pip choose a build of several GB.
-	@# Bytecode comes last, on all cores: pip makes it on one, for longer than all the rest takes.
+	@# No bytecode: Python writes what it imports, a small part, and pip would spend longer on all of it than on the rest.
 	$(BIN)/python -m pip install -q --no-compile torch==$(TORCH)
 	$(BIN)/python -m pip install -q --no-compile -c $(PINS) -e '.[train,media,video,answers,docs,dev]'
 	@# Not in the environment itself: transformers would import it in every process, which takes a second.
 	$(BIN)/python -m pip install -q --no-compile --no-deps --upgrade --target $(VENV)/aside -c $(PINS) bitsandbytes
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages carry templates that are no Python
 	@touch $@
 
 demo: $(STAMP)

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from train.driver import TINY
+
 DRIVER = Path(__file__).with_name("driver.py")
 WORDS = "the a process shard gradient memory weight step rank model gathers holds sends adds every one".split()
 
@@ -54,14 +56,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
+def tiny(tmp_path_factory: pytest.TempPathFactory, rows: Path, drivers: Drivers) -> Path:
     """A model folder."""
     folder = tmp_path_factory.mktemp("tiny")
-    code = (
-        "import sys; from shardproof.models.tiny import build_tiny; from shardproof.data.rows import read_rows\n"
-        "build_tiny(sys.argv[1], read_rows([sys.argv[2]]).texts())"
-    )
-    subprocess.run([sys.executable, "-c", code, str(folder), str(rows)], check=True, timeout=300)
+    log = folder.with_suffix(".log")
+    codes = drivers.run([{"argv": [TINY, str(folder), str(rows)], "log": str(log)}])
+    assert codes == [0], log.read_text()
     return folder
 
 

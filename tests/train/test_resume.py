@@ -377,16 +377,19 @@ def test_the_strategy_is_read_as_ms_swift_writes_it(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def sizes(commands, tiny: Path, rows: Path):
-    """A run of two processes that takes the size that they get, and runs that go on from it on other numbers."""
+def without_sizes(tiny: Path, rows: Path) -> list[str]:
+    """A command that says nothing of the size of batches."""
     fixed = ["sft", "--model", str(tiny), "--dataset", str(rows), "--max-steps", "6", "--learning-rate", "3e-3"]
-    fixed += ["--save-steps", "3", "--output-dir", "OUT"]
-    on = ["--resume", "RUNS/two/checkpoint-3"]
+    return [*fixed, "--save-steps", "3", "--output-dir", "OUT"]
+
+
+@pytest.fixture(scope="module")
+def sizes(commands, without_sizes: list[str]):
+    """A run of two processes that takes the size that they get, and runs that go on from it on other numbers."""
+    fixed, on = without_sizes, ["--resume", "RUNS/two/checkpoint-3"]
     return commands(
         [
             ("two", [*fixed, "--nproc", "2"]),
-            ("one", [*fixed, *on]),
-            ("four", [*fixed, *on, "--nproc", "4", "--stage", "1"]),
             ("three", [*fixed, *on, "--nproc", "3"]),
             ("other", [*fixed, *on, "--per-device-batch-size", "2"]),
             ("same", [*fixed, *on, "--per-device-batch-size", "1", "--global-batch-size", "4"]),
@@ -399,15 +402,18 @@ def sizes(commands, tiny: Path, rows: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["one", "four"])
-def test_without_a_batch_size_a_run_goes_on_with_the_one_it_had(sizes, name: str) -> None:
+@pytest.mark.parametrize(("processes", "rows_of_each"), [(["--nproc", "1"], "2 x 2"), (["--nproc", "4"], "1 x 1")])
+def test_without_a_batch_size_a_run_goes_on_with_the_one_it_had(
+    sizes, commands, without_sizes: list[str], processes: list[str], rows_of_each: str
+) -> None:
     """To 1e-6, and it says so; with more accumulation on fewer processes."""
-    run, whole = sizes[name], sizes["two"]
+    whole = sizes["two"]
     assert whole.code == 0, whole.output
+    start = str(whole.folder / "checkpoint-3")
+    run = commands([("on", [*without_sizes, "--resume", start, *processes, "--stage", "1"])])["on"]
     assert run.code == 0, run.output
-    said = "The run resumes with --global-batch-size 4, as in RUNS/two/checkpoint-3: 4 rows a step = "
-    assert said.replace("RUNS", str(run.folder.parent)) in run.output
-    assert {"one": "2 x 2", "four": "1 x 1"}[name] in run.output
+    assert f"The run resumes with --global-batch-size 4, as in {start}: 4 rows a step = " in run.output
+    assert rows_of_each in run.output
     assert run.series("step") == [4, 5, 6]
     assert run.series("loss") == pytest.approx(whole.series("loss")[3:], rel=1e-6)
     assert run.series("lr") == whole.series("lr")[3:]

@@ -132,14 +132,13 @@ def check(rlhf: Any, argv: list[str], variants: list[dict[str, Any]], **more: An
     assert all(record["grad_norm"] > 1e-3 for record in expected), expected
 
 
-LESS_OFTEN = [
-    pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "orpo", "cpo", "simpo", "rm", "ppo", "gkd")
-]
+def test_stage_3_gives_the_losses_of_one_process(rlhf: Any, pictured: Path, seeing: Path) -> None:
+    check(rlhf, options("grpo", pictured, seeing), STAGES[3:])
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("kind", ["kto", "grpo", *LESS_OFTEN])
-def test_every_stage_gives_the_losses_of_one_process(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "kto", "orpo", "cpo", "simpo", "rm", "grpo", "ppo", "gkd"])
+def test_so_does_every_stage(rlhf: Any, pictured: Path, seeing: Path, kind: str) -> None:
     check(rlhf, options(kind, pictured, seeing), STAGES)
 
 
