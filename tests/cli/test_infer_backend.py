@@ -24,7 +24,7 @@ from shardproof.train.folder import ADAPTER
     ("given", "said"),
     [
         ({"vllm_max_model_len": 10}, "--vllm-max-model-len needs --backend vllm"),
-        ({"backend": "vllm", "image": ["a.png"]}, "is asked about text, of models that it knows itself: no --image"),
+        ({"backend": "vllm", "image": ["a.png"]}, "models that vLLM supports itself: leave --image out"),
         ({"backend": "vllm", "external_plugins": ["mine.py"]}, "no --external-plugins"),
         ({"backend": "vllm", "num_beams": 2}, "does not support beam search"),
     ],

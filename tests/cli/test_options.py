@@ -69,7 +69,7 @@ def test_an_empty_value_in_a_file_is_an_option_that_is_not_given(tmp_path, nothi
     assert config == config_of("--model", "tiny", "--seed", "7")
     assert config_of(str(file), "--max-length", "9").max_length == 9
     file.write_text("max_length:\nmax-length: 5\n")
-    with pytest.raises(ConfigError, match=r"run.yaml:2: max-length stands here for the second time"):
+    with pytest.raises(ConfigError, match=r"run.yaml:2: max-length is given for the second time"):
         config_of(str(file))
     file.write_text("max_lenght:\n")
     with pytest.raises(ConfigError, match=r"run.yaml:1: there is no option 'max_lenght'. Did you mean max_length?"):
@@ -97,7 +97,7 @@ def test_an_empty_value_in_a_file_is_an_option_that_is_not_given(tmp_path, nothi
         ("dataset:\n- a\n- 5", "dataset is - a ...: should be text, or a list of texts"),
         ("columns: {query: 5}", "columns is {query: 5}: should be pairs"),
         ("tuner: qlora", "tuner is qlora: should be 'full' or 'lora'"),
-        ("max-length: 5\nmax_length: 6", "max_length stands here for the second time"),
+        ("max-length: 5\nmax_length: 6", "max_length is given for the second time"),
         ("lora_rnak: 5", "there is no option 'lora_rnak'. Did you mean lora_rank?"),
     ],
 )
@@ -196,7 +196,7 @@ def test_names_of_other_trainers_are_not_taken_here_and_lead_to_what_is() -> Non
 def test_a_stage_of_another_trainer_is_what_is_trained_for() -> None:
     for stage, said in STAGES.items():
         with pytest.raises(
-            ConfigError, match=f"--stage {stage}: that is {re.escape(said)}; here a stage is how much is shard"
+            ConfigError, match=f"--stage {stage}: that is {re.escape(said)}; here a stage says how much is shard"
         ):
             parse(["--stage", stage])
 
@@ -289,7 +289,7 @@ def test_the_rows_that_are_shown_have_the_system_message_of_a_file(tmp_path: Pat
     file.write_text("Be brief.")
     argv = ["--model", "tiny", "--dataset", "stdlib", "--system"]
     assert data.parse([*argv, str(file)])[0].system == parse([*argv, str(file)])[0].system == "Be brief."
-    with pytest.raises(ConfigError, match=r"--system missing.txt ends in .txt and is read as a file"):
+    with pytest.raises(ConfigError, match=r"--system missing.txt ends in .txt, but cannot be read as a file"):
         data.parse([*argv, "missing.txt"])
 
 

@@ -32,7 +32,7 @@ def test_more_processes_than_accelerators_are_refused(
     shown(monkeypatch, 2)
     assert main([command, "--nproc", "3", "--dataset", "nowhere.jsonl"]) == 2
     said = capsys.readouterr().err
-    assert "--nproc 3, but this machine shows 2 accelerator(s), which processes cannot share." in said
+    assert "--nproc 3, but only 2 accelerator(s) are visible, and processes cannot share one." in said
     assert "--nproc 2" in said
     assert "nowhere.jsonl" not in said
 

@@ -185,10 +185,10 @@ def test_the_weights_of_an_older_model_are_not_taken_for_these(hub: Hub, model: 
     [
         (None, "me/mine", r"there is no token. Set HF_TOKEN, or log in with 'hf auth login'; .*/settings/tokens\."),
         ("hf_unknown", "me/mine", "the hub does not take this token: Invalid user token"),
-        ("hf_reads", "me/mine", "the token may read but not write there"),
-        ("hf_of_another", "me/mine", "the token may read but not write there"),
+        ("hf_reads", "me/mine", "the token may read but not write"),
+        ("hf_of_another", "me/mine", "the token may read but not write"),
         ("hf_writes", "them/mine", "the token belongs to me, who is a member of ours, theirs, not to them"),
-        ("hf_writes", "theirs/mine", "me may read the repositories of theirs but not write there"),
+        ("hf_writes", "theirs/mine", "me may read but not write the repositories of theirs"),
         ("hf_writes", "mine", "a repository is named OWNER/NAME"),
     ],
 )
@@ -220,7 +220,7 @@ def test_a_hub_that_takes_nothing_leaves_the_folder(hub: Hub, model: Path) -> No
     goal = push.target("me/mine", False, None)
     hub.full = True
     with pytest.raises(
-        ConfigError, match=r"is written, but was not pushed to me/mine: .+\n.*: hf upload me/mine /"
+        ConfigError, match=r"was written, but could not be pushed to me/mine: .+\n.*: hf upload me/mine /"
     ) as no:
         goal.push(model)
     assert "there is no room" in str(no.value)

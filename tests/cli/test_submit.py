@@ -138,8 +138,8 @@ def test_a_file_of_options_says_what_the_job_says_or_nothing(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     train = ["sft", str(file), "--model", "m", "--dataset", "d", "--output-dir", "o"]
     for text, told in (
-        ("nproc: 8", "in front of the command: --nproc 8"),
-        ("nnodes: '4'", "--nnodes 4 of the command: the job tells each node which it is of how many (--nodes 2)"),
+        ("nproc: 8", "before the command: --nproc 8"),
+        ("nnodes: '4'", "--nnodes 4 in the command: the job tells each node its rank, the number of nodes (--nodes 2)"),
         ("node_rank: 0", "--node-rank 0 of the command"),
         ("master_addr: here", "--master-addr here of the command"),
     ):
@@ -156,7 +156,7 @@ def test_what_only_the_nodes_have_is_not_looked_for_here(capsys):
 
 
 def test_what_there_is_one_of_is_said_once():
-    with pytest.raises(ConfigError, match="--nodes stands there twice"):
+    with pytest.raises(ConfigError, match="--nodes is given twice"):
         run(["slurm", "--nodes", "2", "--nodes=4", "--", *TRAIN])
 
 

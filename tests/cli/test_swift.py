@@ -328,7 +328,7 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ('--columns \'{"history": "-"}\'', "'history' is read where a row has it. Take that column out of the rows."),
         ("--rope_scaling {oh", "--rope-scaling {oh is not a JSON object"),
         ("--task_type prm", "--task-type prm: an ms-swift option without an equivalent here; there is causal_lm, seq_"),
-        ("--deepspeed zero7", "none of zero0 to zero3"),
+        ("--deepspeed zero7", "neither one of zero0 to zero3"),
         ("--epochs 3 --num_train_epochs 3", "--epochs and --num-train-epochs are the same option"),
         ("--stage 1 --deepspeed zero3", "--stage and --deepspeed are the same option"),
         ("--gradient_checkpointing_kwargs on", "not a JSON object"),
@@ -956,7 +956,7 @@ def test_a_file_of_options_as_swift_gives_it(tmp_path, capfd):
     assert (config.tuner, config.epochs, config.stage, config.target_modules) == ("lora", 5, 3, ["q_proj", "v_proj"])
     assert config.lr_scheduler_kwargs == {"min_lr": 1e-6}
     assert "push_to_hub" in capfd.readouterr().err
-    with pytest.raises(ConfigError, match="both files of options"):
+    with pytest.raises(ConfigError, match="both name a file of options"):
         sft.parse([str(file), "--config", str(file)])
 
 
@@ -986,7 +986,7 @@ def test_a_file_may_say_several_arguments_of_trl_and_is_refused_as_a_command_is(
     assert config.trl_arguments == {"top_entropy_quantile": 0.2, "sapo_temperature_pos": 1.5}
     assert config.top_k == 0
     file.write_text("freeze_vit: true\nfreeze: [llm]\n")
-    with pytest.raises(ConfigError, match=r"run.yaml:2: freeze stands here for the second time"):
+    with pytest.raises(ConfigError, match=r"run.yaml:2: freeze is given for the second time"):
         sft.parse([str(file)])
     file.write_text("optimizer: lorap\n")
     with pytest.raises(ConfigError, match=r"run.yaml:1: --optimizer lorap: .*--lorap-lr-ratio 16"):
@@ -995,7 +995,7 @@ def test_a_file_may_say_several_arguments_of_trl_and_is_refused_as_a_command_is(
 
 def test_a_system_message_in_a_file(tmp_path):
     file = tmp_path / "pirate.txt"
-    with pytest.raises(ConfigError, match=r"pirate.txt ends in .txt and is read as a file, .* No such file"):
+    with pytest.raises(ConfigError, match=r"pirate.txt ends in .txt, but cannot be read as a file: No such file"):
         sft.parse(["--system", str(file)])
     file.write_text("You are a pirate.\n")
     assert sft.parse(["--system", str(file)])[0].system == "You are a pirate.\n"

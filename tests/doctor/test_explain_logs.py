@@ -272,4 +272,4 @@ def test_only_a_few_are_shown_in_full(capsys):
     assert main(["explain", text]) == 0
     out = capsys.readouterr().out
     assert out.count("means:") == 3
-    assert "also in this text:" in out
+    assert "also matched:" in out

@@ -287,7 +287,7 @@ def test_rows_of_a_form_of_ones_own_are_answered(tiny: Path, tmp_path: Path) -> 
         (["--row-format", "talks"], "--row-format applies to the rows of --dataset"),
         (["--plain", "--chat-template", "chatml"], "--chat-template needs one"),
         (["--plain", "--template-variables", "enable_thinking=false"], "--template-variables needs one"),
-        (["--plain", "--system", "Be short."], "without a --system message"),
+        (["--plain", "--system", "Be short."], "--plain and --system cannot be used together"),
         (["--top-p", "0.5"], "add a --temperature above 0"),
         (["--top-k", "5"], "--top-k 5 applies to sampling: add a --temperature above 0"),
         (["--stop-words", "a", ""], "--stop-words is empty"),

@@ -118,7 +118,7 @@ def test_no_compiler_is_told_before_anything_else(monkeypatch):
 def test_a_run_that_will_be_silent_for_minutes_says_so_before(capsys, wanted):
     config = SftConfig(model="tiny", dataset=["rows.jsonl"], compile=wanted)
     training._say_plan(config, Batch(micro=1, accumulation=1, world_size=1), [], None)
-    assert ("in the first steps, for minutes without a word" in capsys.readouterr().out) is wanted
+    assert ("in the first steps: minutes without output" in capsys.readouterr().out) is wanted
 
 
 @pytest.mark.slow

@@ -337,7 +337,7 @@ def test_the_exported_processor_scales_pictures_down_as_the_run_did(
     assert run([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     if told is None:
-        assert "no limit of pixels to write the run's --max-pixels 9 into" in printed
+        assert "no pixel limit to hold the run's --max-pixels 9" in printed
         return
     assert f"pictures: the processor scales them down to {told:,} pixels" in printed
     images = load_processor(str(tmp_path / "out")).image_processor

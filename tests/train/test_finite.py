@@ -124,7 +124,7 @@ def test_weights_of_a_last_step_without_a_finite_loss_are_not_written(runs: dict
     assert "from step 5 on. The run ends here" in run.output
     checkpoint = run.folder / "checkpoint-4"
     assert f"The newest checkpoint was written before: {checkpoint}" in run.output
-    assert f"its newest checkpoint is {checkpoint}: when that is mended, add --resume" in run.output
+    assert f"its newest checkpoint is {checkpoint}: when that is fixed, add --resume" in run.output
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_what_is_said_fits_a_command_that_has_resume_already(
         assert run.code == 2, run.output
         assert "add --resume" not in run.output
         assert "--resume goes on" not in run.output
-    assert f"its newest checkpoint is {newest}: when that is mended, the same command goes on" in ended["same"].output
+    assert f"its newest checkpoint is {newest}: when that is fixed, the same command goes on" in ended["same"].output
     assert f"before: {newest}\nA run that goes on from it keeps these options." in ended["other"].output
     assert f"nothing that was learnt since {newest} is kept: --save-steps N would" in ended["other"].output
     assert "which holds weights only, so that no run goes on from it: shardproof export" in ended["weights"].output

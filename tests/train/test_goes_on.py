@@ -16,18 +16,18 @@ NEWEST = Path("out/checkpoint-4")
 @pytest.mark.parametrize(
     ("given", "restarted", "said"),
     [
-        ({}, False, "when that is mended, add --resume out to go on"),
-        ({"resume": "auto"}, False, "when that is mended, the same command goes on from it"),
-        ({"resume": "./out"}, False, "when that is mended, the same command goes on from it"),
-        ({"resume": "out/checkpoint-4"}, False, "when that is mended, the same command goes on from it"),
+        ({}, False, "when that is fixed, add --resume out to go on"),
+        ({"resume": "auto"}, False, "when that is fixed, the same command goes on from it"),
+        ({"resume": "./out"}, False, "when that is fixed, the same command goes on from it"),
+        ({"resume": "out/checkpoint-4"}, False, "when that is fixed, the same command goes on from it"),
         ({"resume": "out/checkpoint-2"}, False, "take --resume out in place of --resume out/checkpoint-2 to go on"),
         ({"resume": "first"}, False, "take --resume out in place of --resume first to go on"),
-        ({"resume": "auto"}, True, "when that is mended, --resume out goes on from it"),
+        ({"resume": "auto"}, True, "when that is fixed, --resume out goes on from it"),
         ({"save_only_model": True}, False, "weights only, so that no run goes on from it: shardproof export out/"),
     ],
 )
 def test_how_it_goes_on(given: dict[str, Any], restarted: bool, said: str) -> None:
-    told = way_on(SftConfig(output_dir="out", **given), NEWEST, "when that is mended, ", restarted)
+    told = way_on(SftConfig(output_dir="out", **given), NEWEST, "when that is fixed, ", restarted)
     assert told.startswith("its newest checkpoint is out/checkpoint-4")
     assert said in told
 

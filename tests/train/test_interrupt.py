@@ -100,7 +100,7 @@ def check_stopped(running: Running, folder: Path, code: int) -> None:
     assert got == code, out + err
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert f"stopped after step {steps[-1]} of {ENDLESS}" in out
-    assert "there is no checkpoint to resume from: --save-steps N would have written one" in out
+    assert "there is no checkpoint to resume from; --save-steps N would have written one" in out
     assert f"weights: {folder.name}/model" in out or f"weights: runs/{folder.name}/model" in out
     assert "Traceback" not in err
     assert len(err.strip().splitlines()) <= 2, err

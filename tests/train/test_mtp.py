@@ -119,7 +119,7 @@ def test_they_are_those_of_the_base(runs, bases, name: str) -> None:
 
 
 def test_an_export_says_so(runs) -> None:
-    assert "MTP: 2 tensors of layers that predict further tokens, as the base has them" in runs["named merged"].output
+    assert "MTP: 2 tensors of multi-token prediction layers, unchanged from the base" in runs["named merged"].output
 
 
 def test_adapters_have_none(runs) -> None:

@@ -31,7 +31,7 @@ def test_it_trains_as_what_it_is_unpacked_to(runs) -> None:
     for name, run in runs.items():
         assert run.code == 0, run.output
         assert "loaded whole" not in run.output, name
-    assert "weights that the model's files have packed (fp8)" in runs["two"].output
+    assert "weights that are packed in the model's files (fp8)" in runs["two"].output
     assert runs["two"].series("loss") == pytest.approx(runs["one"].series("loss"), abs=1e-5)
     assert runs["adapters"].series("loss")[0] == pytest.approx(runs["one"].series("loss")[0], abs=1e-5)
 

@@ -75,7 +75,7 @@ def test_text_shows_the_template_and_brackets_around_what_is_learnt(shown, file:
     assert "<|im_start|>user\nand é日<|im_end|>\n<|im_start|>assistant\n[[the shard<|im_end|>]]" in text
     assert f"{file}:2: Every row is longer than --max-length 100" in text
     assert "the process[[ gathers<|im_end|>]]" in text or "the process [[gathers<|im_end|>]]" in text
-    assert "--- of all rows: 2 rows, " in text
+    assert "--- all rows: 2 rows, " in text
     assert "1 row left out as too long" in text
 
 
@@ -121,7 +121,7 @@ def test_pictures_and_sounds_stand_there_with_the_tokens_they_take(shown, media:
     assert re.search(asked, run.output), run.output
     assert "[[no<|im_end|>]]" in run.output
     assert f"--- {media}:2: image 1 (none.png): there is no such file" in run.output
-    left_out = f"--- bad rows, which are left out: 1\n{media}:2: image 1 (none.png): there is no such file"
+    left_out = f"--- bad rows, left out: 1\n{media}:2: image 1 (none.png): there is no such file"
     assert left_out in run.output
 
 

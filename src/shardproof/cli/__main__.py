@@ -1,4 +1,4 @@
-"""`python -m shardproof.cli`: what an outer torchrun starts."""
+"""`python -m shardproof.cli`: the module that an outer torchrun starts."""
 
 import sys
 

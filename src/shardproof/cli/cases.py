@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from shardproof.cli import options
 from shardproof.errors import ConfigError
 
-DESCRIPTION = """Run the failure cases of public threads on our engine and on its peers, each in processes of its own
-and within a time limit, and show which give the numbers of one process. Exit code 1 if ours does not, somewhere."""
+DESCRIPTION = """Run failure cases from public threads on our engine and on its peers, each in separate processes with a
+time limit, and show which match the results of a single process. Exit code 1 if ours ever does not."""
 FAMILIES = ("ours", "ddp", "fsdp2", "deepspeed")  # as in the casebook, which is not imported for --help
 
 
@@ -25,7 +25,7 @@ class CasesConfig(BaseModel):
     stages: str = Field("0,1,2,3", description="stages of ours and of DeepSpeed (which has none at 0)")
     case: list[str] = Field([], description="run these cases only")
     world: int = Field(2, description="ranks", ge=2)
-    limit: float = Field(60.0, description="seconds for a case, then it hangs", gt=0)
+    limit: float = Field(60.0, description="seconds until a case counts as hanging", gt=0)
     page: str | None = Field(None, description="write this page, in Markdown, from the results")
     read: str | None = Field(None, description="run nothing, take the results from this file")
 
@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     config = options.build(CasesConfig, found)
     families = _words(config.engines, FAMILIES, "--engines")
     stages = [int(word) for word in _words(config.stages, ("0", "1", "2", "3"), "--stages")]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # every process that is started has one thread
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each process started below uses one thread
     if listing:
         return _list()
     if config.read:
@@ -63,9 +63,11 @@ def _words(text: str, known: Sequence[str], option: str) -> list[str]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
         if word not in known:
-            raise ConfigError(f"{option} {text}: {word!r} is none of {', '.join(known)}.{options.nearest(word, known)}")
+            raise ConfigError(
+                f"{option} {text}: {word!r} is not one of {', '.join(known)}.{options.nearest(word, known)}"
+            )
     if not words:
-        raise ConfigError(f"{option} names nothing; it takes some of {','.join(known)}.")
+        raise ConfigError(f"{option} is empty; it takes one or more of {','.join(known)}.")
     return words
 
 
@@ -100,13 +102,13 @@ def _run(config: CasesConfig, families: list[str], stages: list[int], file: Path
     wanted = names_of(families, stages)
     engines = runner.available(wanted)
     if wanted != engines:
-        print("DeepSpeed is not installed, and left out ('make peers' adds it).")
+        print("DeepSpeed is not installed and is left out ('make peers' installs it).")
     results = kept(file, names, engines, config.world, config.limit) if file and update else []
     own: list[runner.Result] = []
     view = table.view(names, engines)
 
     def report(result: runner.Result) -> None:
-        """Show it, and write it down: an interrupted run leaves what it has."""
+        """Show the result and save it at once, so that an interrupted run keeps what it has."""
         own.append(result)
         view.add(result)
         if file:

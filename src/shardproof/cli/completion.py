@@ -1,6 +1,6 @@
-"""`shardproof completion SHELL`: the script by which a shell completes commands and options.
+"""`shardproof completion SHELL`: a script for shell completion of commands and options.
 
-shtab writes it, from the parsers that read the command line: a static script, so that a key press starts no Python.
+shtab generates it from the parsers of the commands. The script is static, so completing a word does not start Python.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from shardproof.cli.table import parser_of
 from shardproof.errors import ConfigError
 
 SHELLS = ("bash", "zsh", "fish")
-DESCRIPTION = """Print the script by which a shell completes commands, options and their values. Once for each shell:
+DESCRIPTION = """Print a script for shell completion of commands, options and their values. Run once for each shell:
   bash   shardproof completion bash > ~/.local/share/bash-completion/completions/shardproof
-  zsh    shardproof completion zsh > FOLDER/_shardproof, FOLDER being one that $fpath names
+  zsh    shardproof completion zsh > FOLDER/_shardproof, where FOLDER is in $fpath
   fish   shardproof completion fish > ~/.config/fish/completions/shardproof.fish"""
 _FILES = set(
     "run_file config dataset val_dataset deepspeed external_plugins image audio video file page text output".split()
@@ -37,7 +37,7 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("shell", metavar="|".join(SHELLS), help="the shell that the script is for")
+    made.add_argument("shell", metavar="|".join(SHELLS), help="the shell to write the script for")
     return made
 
 
@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
     shell = parse(parser(), argv)["shell"]
     if shell not in SHELLS:
-        raise ConfigError(f"There is no script for {shell!r}. There is one for {', '.join(SHELLS)}.")
+        raise ConfigError(f"There is no script for {shell!r}, only for {', '.join(SHELLS)}.")
     print(script(shell))
     return 0
 
@@ -69,7 +69,7 @@ def script(shell: str) -> str:
 
 
 def _say_what_completes(actions: Iterable[argparse.Action], file: Any, folder: Any) -> None:
-    """Values of an option: the words of `a|b|c`, files, or folders."""
+    """Tell shtab how to complete the values of options: the words of `a|b|c`, files, or folders."""
     for action in actions:
         metavar = action.metavar if isinstance(action.metavar, str) else ""
         if "|" in metavar:

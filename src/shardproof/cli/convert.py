@@ -1,4 +1,4 @@
-"""`shardproof convert SOURCE FOLDER`: a checkpoint of another engine as one of ours."""
+"""`shardproof convert SOURCE FOLDER`: convert another engine's checkpoint into one of ours."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def parser() -> options.Parser:
         ConvertConfig,
         "shardproof convert",
         "shardproof convert SOURCE FOLDER",
-        "Write a checkpoint of DeepSpeed (ZeRO 1, 2, 3), FSDP2 or Accelerate as one that shardproof resumes from: "
-        "masters, the optimizer's state, buffers, the scheduler.",
+        "Convert a checkpoint of DeepSpeed (ZeRO 1, 2, 3), FSDP2 or Accelerate into one that shardproof resumes from: "
+        "master weights, optimizer state, buffers, scheduler.",
     )
     made.add_argument("source", metavar="SOURCE", help="the folder that the other engine wrote")
     made.add_argument("folder", metavar="FOLDER", help="where to write to")

@@ -1,4 +1,4 @@
-"""`shardproof data show`: rows as the model will see them; `data encode` keeps them so."""
+"""`shardproof data show`: rows as the model will see them; `data encode` stores the encoded rows."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from shardproof.train.run import recipe_of
 if TYPE_CHECKING:
     from shardproof.train.show import Shown
 
-DESCRIPTION = """Print rows as 'shardproof sft' would train on them: in the model's chat template, what is not learnt in
-grey, with the weight of what weighs more or less than 1. Takes a command of 'shardproof sft' as it stands, options from
-a file, too; those about training do nothing."""
-GROUPS = ("Model", "Task", "Data", "Media", "Plugins")  # of options, those that --help lists
+DESCRIPTION = """Print rows as 'shardproof sft' would train on them: in the model's chat template, text that is not
+trained on in grey, with weights that are not 1. Takes the options of 'shardproof sft' unchanged, also from a file;
+those about training have no effect."""
+GROUPS = ("Model", "Task", "Data", "Media", "Plugins")  # the option groups that --help lists
 ROWS = 3
-LEARNT = "[[", "]]"  # around what is learnt, where there are no colours
+LEARNT = "[[", "]]"  # around the text that is trained on, when there are no colours
 
 
 def run(argv: Sequence[str]) -> int:
@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
     else:
         print_rows(rows, report)
         if skipped:
-            print("\n".join([f"--- bad rows, which are left out: {len(skipped):,}", *skipped]))
+            print("\n".join([f"--- bad rows, left out: {len(skipped):,}", *skipped]))
     return 0
 
 
@@ -60,13 +60,15 @@ def parser() -> options.Parser:
     usage = "shardproof data show [run.yaml] --model M --dataset D [-n ROWS] [--json] [options]"
     made = options.parser_for(SftConfig, "shardproof data show", usage, DESCRIPTION, GROUPS)
     options.add_run_file(made)
-    made.add_argument("-n", "--rows", metavar="N", help=f"how many rows (default: {ROWS}); all are counted")
-    made.add_argument("--json", action="store_true", help="an object a line, with token ids; the last has the counts")
+    made.add_argument("-n", "--rows", metavar="N", help=f"how many rows to print (default: {ROWS}); all are counted")
+    made.add_argument(
+        "--json", action="store_true", help="one object per line, with token ids; the last has the counts"
+    )
     return made
 
 
 def parse(argv: Sequence[str]) -> tuple[SftConfig, int, bool]:
-    """The options of `sft`, how many rows, and whether as JSON."""
+    """The options of `sft`, the number of rows, and whether to print JSON."""
     found = options.parse(parser(), argv, options.of_others(SftConfig))
     count, as_json = found.pop("rows", str(ROWS)), found.pop("json", False)
     if not count.isdecimal():
@@ -76,14 +78,14 @@ def parse(argv: Sequence[str]) -> tuple[SftConfig, int, bool]:
 
 
 def print_rows(rows: Sequence[Shown], report: Any) -> None:
-    """On a terminal, what is not learnt in grey; elsewhere, what is learnt in brackets."""
+    """On a terminal, text that is not trained on is grey; elsewhere, text that is trained on is in brackets."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
     begin, end = ("", "") if console.color_system else LEARNT
     for row in rows:
-        learnt = f"{row.learnt} of them learnt" if row.label is None else f"label {row.label}"
+        learnt = f"{row.learnt} of them learned" if row.label is None else f"label {row.label}"
         state = row.left_out or f"{len(row.input_ids)} tokens, {learnt}{', cut' if row.cut else ''}"
         console.print(Text(f"--- {row.where}: {state}", style="bold"))
         grey = "bright_black" if row.label is None else ""
@@ -93,4 +95,4 @@ def print_rows(rows: Sequence[Shown], report: Any) -> None:
             if part.learnt and part.weight != 1:
                 text.append(f"(x {part.weight:g})", "bold yellow")
         console.print(text)
-    console.print(Text(f"--- of all rows: {report}", style="bold"))
+    console.print(Text(f"--- all rows: {report}", style="bold"))

@@ -1,4 +1,4 @@
-"""`shardproof data encode`: rows are encoded once, and trained on any number of times."""
+"""`shardproof data encode`: encode rows once, to train on them any number of times."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardproof.train.options.rlhf_config import RlhfConfig
 from shardproof.train.run import recipe_of
 
 NAME = "data encode"
-DESCRIPTION = """Encode rows once and keep them in --output-dir, for --cached-dataset of runs that would encode them
-so: the rows to train on in the folder train, those to evaluate on in val. Takes a command of 'shardproof sft' (or,
-behind the word rlhf, of 'shardproof rlhf') as it stands; options about training do nothing. Without --max-length no row
-is too long: the runs say what is."""
-GROUPS = ("Model", "Task", "Data", "Media", "Algorithm", "Plugins")  # of options, those that --help lists
+DESCRIPTION = """Encode rows once and keep them in --output-dir, for the --cached-dataset of runs that would encode them
+in the same way: training rows in the folder train, evaluation rows in val. Takes the options of 'shardproof sft' (or,
+after the word rlhf, of 'shardproof rlhf') unchanged; those about training have no effect. Without --max-length no row
+is too long: the runs set the limit."""
+GROUPS = ("Model", "Task", "Data", "Media", "Algorithm", "Plugins")  # the option groups that --help lists
 RECIPES: dict[str, type[RunConfig]] = {"sft": SftConfig, "rlhf": RlhfConfig}
 
 
@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError(f"{folder} holds {', '.join(there[:5])}. Name another --output-dir, or add --overwrite.")
     if "max_length" not in given:
         if config.truncation != "drop":
-            raise ConfigError(f"--truncation {config.truncation} needs --max-length: it says where rows are cut.")
+            raise ConfigError(f"--truncation {config.truncation} needs --max-length, the length to cut rows to.")
         config = config.model_copy(update={"max_length": ANY_LENGTH})
     config = config.model_copy(update={"output_dir": None, "resume": None, "overwrite": False})
     return _encode(config, folder)

@@ -14,7 +14,7 @@ OPTIONS = (
 ).split()
 HELP = f"""usage: shardproof demo [options]
 
-Train a small model on the documentation of Python's own library, then ask it something. It is the same as
+Train a small model on the documentation of Python's standard library, then ask it a question. Equivalent to
   shardproof sft {" ".join(OPTIONS)}
 and takes the same options: shardproof sft --help lists them."""
 QUESTION = "What does os.path.join do?"
@@ -23,12 +23,12 @@ QUESTION = "What does os.path.join do?"
 def parser() -> options.Parser:
     """The option table of the command."""
     return training.parser_of(
-        SftConfig, "Train a small model on the documentation of Python's own library.", name="demo"
+        SftConfig, "Train a small model on the documentation of Python's standard library.", name="demo"
     )
 
 
 def run(argv: Sequence[str]) -> int:
-    """`shardproof sft` with the options above, each of which can be given another value, and a question at the end. Two
+    """`shardproof sft` with the options above, each of which can be overridden, and a question at the end. Two
     processes cannot share an accelerator."""
     if "--help" in argv or "-h" in argv:
         print(HELP)

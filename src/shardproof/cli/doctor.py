@@ -1,4 +1,4 @@
-"""`shardproof doctor`: what would go wrong, before anything is trained."""
+"""`shardproof doctor`: report what would go wrong, before anything is trained."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from shardproof.train.run import recipe_of
 if TYPE_CHECKING:
     from shardproof.train.options.config import Batch
 
-DESCRIPTION = """Look at machine, rows, model and memory of a fine-tuning run, then run two steps of it on its ranks.
-What would spoil the run comes with its cause and the option to change. Exit code 1 if there is something.
-With --rlhf-type, given or in run.yaml, it is a run of 'shardproof rlhf' and takes its options."""
+DESCRIPTION = """Check the machine, rows, model and memory of a fine-tuning run, then run two steps of it on its ranks.
+Each problem is shown with its cause and the option to change. Exit code 1 if there is one. With --rlhf-type, given or
+in run.yaml, it is a run of 'shardproof rlhf' and takes its options."""
 
 Config = DoctorConfig | RlhfDoctorConfig
 Steps = Callable[[Any, str], int]
-UNTRIED = ("trained", "checkpoint", "rows to evaluate on")  # what a trial does not need to be right
+UNTRIED = ("trained", "checkpoint", "rows to evaluate on")  # checks that may fail without ruling out a trial
 
 
 def parser() -> options.Parser:
     """The option table of the command."""
     made = parser_of(DoctorConfig, DESCRIPTION, name="doctor")
-    made.add_argument("--json", action="store_true", help="print one object")  # taken out of the words by `run`
-    made.add_argument("--rlhf-type", metavar="TEXT", help="look at a run of 'shardproof rlhf', with its options")
+    made.add_argument("--json", action="store_true", help="print one object")  # `run` removes it from the arguments
+    made.add_argument("--rlhf-type", metavar="TEXT", help="check a run of 'shardproof rlhf', with its options")
     return made
 
 
@@ -73,7 +73,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _on_a_rank(config: Config, as_object: bool) -> int:
-    """One of the processes on several machines: the first one looks, all take the steps. Returns the exit code."""
+    """One of the processes on several machines: the first makes the checks, all take the steps. Returns the exit
+    code."""
     import torch.distributed as dist
 
     from shardproof.cli.hub import run_is_here
@@ -139,18 +140,18 @@ def _told(checks: list[Check], as_object: bool) -> int:
 
 
 def _refused(error: ConfigError) -> Check:
-    """Options that no run is begun with."""
+    """A check for options that a run would refuse."""
     return Check("options", "options", "fail", str(error), "The run would be refused.", option_in(error))
 
 
 def examine(
     config: Config, batch: Batch, folder: Path, take_steps: Steps = _own_ranks, here: int | None = None
 ) -> list[Check]:
-    """All checks that can be made; those that need what has failed are left out.
+    """All checks that can be made; those that depend on something that failed are left out.
 
     Args:
         take_steps: runs the trial on all ranks, and returns its exit code.
-        here: how many of the processes are on this machine, where there are others.
+        here: the number of processes on this machine, if there are other machines.
     """
     from shardproof.doctor.checks import data_checks, machine, plan_checks, resume_checks
     from shardproof.doctor.look import encoded_rows, held_out_rows, loaded_model, read_rows, steps_of
@@ -191,7 +192,7 @@ def examine(
 
 
 def _trial(config: Config, batch: Batch, source: str, rows: Any, folder: Path, take_steps: Steps) -> list[Check]:
-    """The checks of two steps on the rows of the first."""
+    """The checks of two steps, taken on the first rows."""
     from shardproof.cli.watching import prepared_run
     from shardproof.data.forms.parts import rows_of_kinds
     from shardproof.doctor.checks.data_checks import with_all_files
@@ -201,8 +202,8 @@ def _trial(config: Config, batch: Batch, source: str, rows: Any, folder: Path, t
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if isinstance(config, RlhfDoctorConfig) and config.use_vllm and config.vllm_mode == "server":
         seen, cause = "left out", "The answers come from a vLLM server, and two steps would change its weights."
-        return [Check("trial", "steps", "warn", seen, cause, "--use-vllm no, to try it without")]
-    drawn = isinstance(config, RlhfDoctorConfig) and config.rlhf_type in REWARDED  # which rows a step asks about
+        return [Check("trial", "steps", "warn", seen, cause, "--use-vllm no, to try the steps without it")]
+    drawn = isinstance(config, RlhfDoctorConfig) and config.rlhf_type in REWARDED  # a step may draw any row
     first = range(len(rows) if drawn else min(len(rows), batch.whole))
     short = short_run(config, batch, config.nproc, STEPS, str(folder / "trial"), model=source)
     kinds = rows_of_kinds(with_all_files(rows, config))
@@ -212,7 +213,7 @@ def _trial(config: Config, batch: Batch, source: str, rows: Any, folder: Path, t
     try:
         code = take_steps(prepared_run(short, taken), str(folder))
     except ShardproofError as error:
-        return [Check("trial", "steps", "fail", " ".join(str(error).split()), "The run would end so, too.")]
+        return [Check("trial", "steps", "fail", " ".join(str(error).split()), "The run would end in the same way.")]
     if code:
         return [ended(str(folder), code)]
     return judge(str(folder), kinds, tried)

@@ -1,9 +1,9 @@
-"""Commands and options that users of other trainers know, by what does their work here. They are named in error texts
-and not taken: options that ms-swift itself calls so stand in from_swift/options.py."""
+"""Commands and options of other trainers, with their equivalents here. They are named in error messages but not
+accepted: options that ms-swift itself has are in from_swift/options.py."""
 
 from __future__ import annotations
 
-# Of Accelerate, DeepSpeed, LLaMA-Factory, TRL, transformers and their like: our option, and the value that is meant.
+# Options of Accelerate, DeepSpeed, LLaMA-Factory, TRL, transformers and the like: our option, and the value meant.
 HERE: dict[str, tuple[str, str]] = {
     "lr": ("learning_rate", ""),
     "num_epochs": ("epochs", ""),
@@ -65,11 +65,11 @@ HERE: dict[str, tuple[str, str]] = {
     "pref_loss": ("loss_type", ""),
     "resume_from": ("resume", ""),
 }
-# Options of others that none of ours is the same as.
+# Options of others without an exact equivalent.
 INSTEAD = {
-    **dict.fromkeys(("load_in_8bit", "use_8bit"), "Frozen weights are packed in four bits: --quantize nf4."),
+    **dict.fromkeys(("load_in_8bit", "use_8bit"), "Frozen weights can be packed in four bits: --quantize nf4."),
     **dict.fromkeys(("do_train", "train"), "Leave it out: 'shardproof sft' and 'shardproof rlhf' train."),
-    **dict.fromkeys(("do_eval", "do_predict"), "Rows of --val-dataset or --val-split are evaluated."),
+    **dict.fromkeys(("do_eval", "do_predict"), "The rows of --val-dataset or --val-split are evaluated."),
     "dataset_dir": "--dataset takes the path of a file.",
     "dataset_info": "--dataset takes the path of a file, and --columns says what its columns mean.",
 }
@@ -77,7 +77,7 @@ INSTEAD = {
 _SERVED = "'shardproof export RUN FOLDER', then 'vllm serve FOLDER' or 'transformers serve FOLDER', in OpenAI's form"
 _RLHF = ("dpo", "kto", "grpo", "rloo", "ppo", "gkd", "orpo", "cpo")
 _OF_RLHF = {kind: f"'shardproof rlhf --rlhf-type {kind}'" for kind in (*_RLHF, "rm")}
-# LLaMA-Factory's --stage is what is trained for.
+# LLaMA-Factory's --stage is the kind of training.
 STAGES = {"sft": "'shardproof sft'", "pt": "'shardproof sft --plain --loss all'", **_OF_RLHF}
 # Commands of ms-swift, LLaMA-Factory and TRL.
 COMMANDS = {
@@ -85,19 +85,19 @@ COMMANDS = {
         ("llamafactory-cli", "trl", "accelerate", "deepspeed", "axolotl", "tune"),
         "'shardproof sft' and 'shardproof rlhf' train; their options are in --help",
     ),
-    "pt": "'shardproof sft --plain --loss all' goes on with pre-training",
-    "train": "'shardproof sft', or 'shardproof rlhf --rlhf-type dpo' and its like",
+    "pt": "'shardproof sft --plain --loss all' continues pre-training",
+    "train": "'shardproof sft', or 'shardproof rlhf --rlhf-type dpo' and the like",
     **{kind: _OF_RLHF[kind] for kind in _RLHF},
     "reward": _OF_RLHF["rm"],
     "merge-lora": "'shardproof export RUN FOLDER' merges adapters into their model",
     **dict.fromkeys(("deploy", "serve", "api", "vllm-serve"), _SERVED),
     "rollout": "'vllm serve MODEL', then 'shardproof rlhf --use-vllm --vllm-server URL'",
-    **dict.fromkeys(("chat", "cli"), "'shardproof infer RUN' talks, here on the terminal"),
-    **dict.fromkeys(("app", "webchat"), f"'shardproof infer RUN' talks, on the terminal; for a page, {_SERVED}"),
-    **dict.fromkeys(("web-ui", "webui"), "options stand in a file; 'shardproof watch RUN' shows a run in the browser"),
-    "eval": "'shardproof infer RUN --dataset test.jsonl' writes answers beside the right ones; for benchmarks,"
+    **dict.fromkeys(("chat", "cli"), "'shardproof infer RUN' chats on the terminal"),
+    **dict.fromkeys(("app", "webchat"), f"'shardproof infer RUN' chats on the terminal; for a web page, {_SERVED}"),
+    **dict.fromkeys(("web-ui", "webui"), "options go in a file; 'shardproof watch RUN' shows a run in the browser"),
+    "eval": "'shardproof infer RUN --dataset test.jsonl' writes the answers next to the references; for benchmarks,"
     " 'shardproof export RUN FOLDER', then 'lm_eval --model hf --model_args pretrained=FOLDER --tasks NAME'",
-    "sample": "'shardproof infer RUN --dataset prompts.jsonl --temperature 1' writes an answer to each row",
-    "megatron": "'shardproof sft' shards by ZeRO, and rows by --sequence-parallel",
-    "launch": "'shardproof sft --nproc N' starts the processes itself; torchrun and srun may, too",
+    "sample": "'shardproof infer RUN --dataset prompts.jsonl --temperature 1' writes an answer for each row",
+    "megatron": "'shardproof sft' shards the model with ZeRO, and rows with --sequence-parallel",
+    "launch": "'shardproof sft --nproc N' starts the processes itself; torchrun and srun work too",
 }

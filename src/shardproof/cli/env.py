@@ -1,4 +1,4 @@
-"""`shardproof env`: what is installed and what it runs on, to put into a bug report."""
+"""`shardproof env`: what is installed and what it runs on, for bug reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = (
     *("torch", "torchvision", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "pydantic"),
     "deepspeed",
 )
-# Those that change what a run does, and hold no secrets.
+# Variables that affect a run and hold no secrets.
 VARIABLES = (
     "SHARDPROOF_",
     "NCCL_",
@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
 def _memory() -> str:
     try:
         return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
-    except (OSError, ValueError, AttributeError):  # no Unix
+    except (OSError, ValueError, AttributeError):  # not Unix
         return "unknown"
 
 

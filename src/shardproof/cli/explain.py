@@ -1,4 +1,4 @@
-"""`shardproof explain`: what an error text means, from public threads."""
+"""`shardproof explain`: what an error message means, from public threads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from shardproof.cli.options import Parser
 from shardproof.errors import ConfigError
 
-DESCRIPTION = """Match an error text, of DeepSpeed, DDP, FSDP, NCCL, CUDA, transformers, TRL or PEFT, to known failures:
-what it means, why, what people do there, what is different here. From the command line, a file (--file), or piped.
-Exit code 1 if none fits."""
+DESCRIPTION = """Match an error message of DeepSpeed, DDP, FSDP, NCCL, CUDA, transformers, TRL or PEFT to known
+failures: what it means, its cause, the fixes used there, and what is different here. The message comes from the command
+line, a file (--file) or a pipe. Exit code 1 if none matches."""
 
-SHOWN = 3  # failures that are told in full; a log of many ranks has echoes of the first
+SHOWN = 3  # failures that are shown in full; a log of many ranks has echoes of the first
 
 
 def parser() -> Parser:
@@ -27,8 +27,8 @@ def parser() -> Parser:
         allow_abbrev=False,
     )
     made.add_argument("text", nargs="*", metavar="TEXT", help="the error, in quotes")
-    made.add_argument("--file", metavar="LOG", help="a file that holds it")
-    made.add_argument("--list", action="store_true", help="list what is known")
+    made.add_argument("--file", metavar="LOG", help="a file that contains it")
+    made.add_argument("--list", action="store_true", help="list the known failures")
     return made
 
 
@@ -47,13 +47,13 @@ def run(argv: Sequence[str]) -> int:
     if not matches:
         print(
             "No known failure matches this text. Paste all of it, with tracebacks: the key line is often the first.\n"
-            "'shardproof explain --list' shows what is known.",
+            "'shardproof explain --list' shows the known failures.",
             file=sys.stderr,
         )
         return 1
     print("\n\n".join(told(match) for match in matches[:SHOWN]))
     if matches[SHOWN:]:
-        print("\nalso in this text: " + ", ".join(match.known.name for match in matches[SHOWN:]))
+        print("\nalso matched: " + ", ".join(match.known.name for match in matches[SHOWN:]))
     return 0
 
 
@@ -70,6 +70,6 @@ def _text(words: Sequence[str], file: str | None) -> str:
         text = sys.stdin.buffer.read()
     if not text.strip():
         raise ConfigError(
-            "There is no text. Paste it in quotes, pipe it, or name a file: shardproof explain --file LOG"
+            "No text was given. Paste it in quotes, pipe it, or name a file: shardproof explain --file LOG"
         )
     return text.decode("utf-8", "replace")

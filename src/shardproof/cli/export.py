@@ -1,4 +1,4 @@
-"""`shardproof export RUN FOLDER`: the model of a run as an ordinary model folder."""
+"""`shardproof export RUN FOLDER`: write the model of a run as an ordinary model folder."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ class ExportConfig(BaseModel):
     columns: dict[str, str] = Field(
         {}, description="columns under other names in the rows: query=question,response=answer"
     )
-    samples: int = Field(256, description="most rows taken from them", ge=1)
+    samples: int = Field(256, description="use at most this many of these rows", ge=1)
     max_length: int | None = Field(
-        None, description="longest of these rows in tokens; longer ones are cut (default: as in the run, or 2048)", ge=2
+        None, description="cut these rows to this many tokens (default: as in the run, or 2048)", ge=2
     )
     system: str | None = Field(None, description="system message for rows that have none (default: as in the run)")
     media_root: str | None = Field(
         None, description="folder of the files that rows name (default: that of the dataset)"
     )
-    max_pixels: int | None = Field(None, description="scale pictures and frames down to at most this many pixels", ge=1)
+    max_pixels: int | None = Field(None, description="scale images and frames down to at most this many pixels", ge=1)
     max_frame_pixels: int | None = Field(None, description="scale video frames down to at most this many pixels", ge=1)
     max_image_tokens: int | None = Field(
-        None, description="scale pictures and frames down to at most this many tokens", ge=1
+        None, description="scale images and frames down to at most this many tokens", ge=1
     )
     max_frame_tokens: int | None = Field(None, description="scale video frames down to at most this many tokens", ge=1)
     max_frames: int | None = Field(None, description="most frames taken from a video", ge=1)
@@ -136,7 +136,7 @@ def run(argv: Sequence[str]) -> int:
     if kind := made_here(done.folder):
         print(f"transformers has no {kind}: shardproof.models.scorers.load_scorer loads it")
     if done.further:
-        print(f"MTP: {done.further} tensors of layers that predict further tokens, as the base has them")
+        print(f"MTP: {done.further} tensors of multi-token prediction layers, unchanged from the base")
     if done.max_pixels is not None:
         print(f"pictures: {_scaling(done)}")
     if goal is not None:
@@ -153,7 +153,7 @@ def _packing(config: ExportConfig) -> Packing | None:
     """What --quantize asks for.
 
     Raises:
-        ConfigError: an option that belongs to it stands alone, or beside a kind that it is not for.
+        ConfigError: an option for it is given without it, or with a kind that does not take it.
     """
     given = [name for name in WITH if name in config.model_fields_set]
     if config.quantize is None:
@@ -162,11 +162,11 @@ def _packing(config: ExportConfig) -> Packing | None:
         return None
     if config.dtype == "fp32":
         raise ConfigError(
-            f"--dtype fp32 and --quantize {config.quantize}: what is computed with packed weights, and what is not"
-            " packed, has 16 bits. Leave --dtype out, or take bf16 or fp16."
+            f"--dtype fp32 and --quantize {config.quantize}: packed weights are computed in 16 bits, and weights that "
+            "are not packed are kept in 16 bits. Leave --dtype out, or use bf16 or fp16."
         )
     if "group_size" in given and config.quantize != "int4":
-        raise ConfigError(f"--group-size is for --quantize int4: {config.quantize} has scales of its own.")
+        raise ConfigError(f"--group-size is for --quantize int4: the scales of {config.quantize} have a fixed layout.")
     return Packing(
         config.quantize,
         config.group_size,
@@ -179,25 +179,27 @@ def _packing(config: ExportConfig) -> Packing | None:
 
 
 def _tell_packed(packed: Packed, size: int) -> None:
-    """What packing has made of it, and what it costs."""
+    """Print what was packed, the size, and the cost in accuracy."""
     rows = f", calibrated with {packed.calibrated:,} rows" if packed.calibrated else ""
     print(
         f"packed: {packed.layers:,} linear layers of the language model's blocks ({packed.kind}{rows});"
-        " embedding, head, routers and towers are as they were"
+        " embedding, head, routers and towers are unchanged"
     )
     share = size / packed.size_before
     print(f"size: {packed.size_before / 1e6:,.1f} MB before, {size / 1e6:,.1f} MB after ({share:.0%})")
     if packed.before is not None and packed.after is not None:
         print(f"cost: {packed.before.told(packed.after)} ({packed.before.rows:,} rows)")
     else:
-        print(f"cost: logits of 16 tokens moved by {packed.moved:.2g} of the largest (--val-dataset: the loss of rows)")
+        print(f"cost: logits of 16 tokens moved by {packed.moved:.2g} of the largest (--val-dataset reports the loss)")
 
 
 def _scaling(done: Exported) -> str:
-    """What became of --max-pixels, which the run had."""
+    """What became of the run's --max-pixels."""
     if done.scaled is not None:
-        return f"the processor scales them down to {done.scaled:,} pixels, as the run did (not frames of videos)"
+        return (
+            f"the processor scales them down to {done.scaled:,} pixels, as the run did (images only, not video frames)"
+        )
     return (
-        f"the processor has no limit of pixels to write the run's --max-pixels {done.max_pixels} into; scale them down"
-        " before you give them to another program"
+        f"the processor has no pixel limit to hold the run's --max-pixels {done.max_pixels}; scale images down before "
+        "you pass them to another program"
     )

@@ -1,6 +1,6 @@
-"""Where models and datasets lie: in a folder, in a cache on this machine, or on the hub, asked once and shortly.
+"""Where models and datasets are: in a folder, in a cache on this machine, or on the hub, which is asked just once.
 
-The libraries below ask the hub again and again, for a minute, before they say that it does not answer.
+The libraries below retry for a minute before they report that the hub does not answer.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from shardproof.train.options.config import RunConfig
 Config = TypeVar("Config", bound=RunConfig)
 Options = TypeVar("Options", bound=BaseModel)
 
-MODELS = ("model", "ref_model", "teacher_model", "value_model", "reward_model")  # options that name some
+MODELS = ("model", "ref_model", "teacher_model", "value_model", "reward_model")  # options that name models
 
-PATIENCE = 4.0  # seconds the hub has to answer
+PATIENCE = 4.0  # seconds within which the hub has to answer
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "tekken.json")
 
 
 def all_here(models: Iterable[str], datasets: Iterable[str] = ()) -> bool:
-    """Whether everything a command reads is on this machine, so that the hub need not be asked.
+    """Whether everything that a command reads is on this machine, so that the hub need not be asked.
 
     Raises:
-        ConfigError: a model is nowhere on this machine and the hub does not answer.
+        ConfigError: a model is not on this machine and the hub does not answer.
     """
     remote = [model for model in models if needs_network(model)]
     return not remote and not any(is_on_hub(name) for name in datasets)
 
 
 def run_is_here(config: RunConfig) -> bool:
-    """The same for a run."""
+    """Whether everything that a run reads is on this machine."""
     return all_here(config.models, [*config.dataset, *config.val_dataset, *getattr(config, "chord_sft_dataset", ())])
 
 
 def is_on_hub(dataset: str) -> bool:
-    """Whether the hub is asked for a dataset. If it does not answer, or must not be asked, a cached copy has to do.
+    """Whether the hub is to be asked for a dataset. If it does not answer, or must not be asked, a cached copy is used.
 
     Raises:
         ConfigError: there is none.
     """
     name = dataset.partition("#")[0]
     of = hub.hub_name(name)
-    if of is None or of.modelscope:  # its own client sees to it
+    if of is None or of.modelscope:  # ModelScope's client handles this
         return False
     reason = "HF_HUB_OFFLINE forbids asking it" if offline() else silence_of(endpoint())
     if reason is not None and not hub.is_cached(of):
         raise ConfigError(
-            f"There is no file {name}, no copy of a dataset {of.owner}/{of.name} in the cache of this machine,\n"
+            f"There is no file {name}, no copy of the dataset {of.owner}/{of.name} in this machine's cache,\n"
             f"and the hub {endpoint()} cannot be reached ({reason}).\nName a file, or 'stdlib' for the embedded rows."
         )
     return reason is None
@@ -73,11 +73,11 @@ def endpoint() -> str:
 
 
 def needs_network(model: str, instead: str = ", or 'tiny', which needs no network") -> bool:
-    """Whether `model` is to come from the hub; a folder, or a complete copy in the cache, is used as it is. `instead`:
-    what else may be named.
+    """Whether `model` has to come from the hub; a folder, or a complete copy in the cache, is used directly. `instead`:
+    an alternative for the error message.
 
     Raises:
-        ConfigError: it is nowhere on this machine and the hub does not answer.
+        ConfigError: it is not on this machine and the hub does not answer.
     """
     if is_local(model) or in_cache(model):
         return False
@@ -94,7 +94,7 @@ def needs_network(model: str, instead: str = ", or 'tiny', which needs no networ
     return True
 
 
-# Of a model, what transformers reads; not its weights in other formats.
+# The files of a model that transformers reads; not its weights in other formats.
 READ = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken")
 
 
@@ -102,13 +102,13 @@ def placed(config: Config) -> Config:
     """The options with ModelScope models, and one with a --model-revision, replaced by their downloaded folders.
 
     Raises:
-        ConfigError: there is no such model or revision, or it is in no cache and nobody answers.
+        ConfigError: there is no such model or revision, or it is not cached and the hub does not answer.
     """
     return _at_revision(of_modelscope(config))
 
 
 def of_modelscope(config: Options, weights: bool = True) -> Options:
-    """The options with the folders of models that are named `MS::OWNER/NAME`."""
+    """The options with models named `MS::OWNER/NAME` replaced by their folders."""
     revision = getattr(config, "model_revision", None)
     found: dict[str, Any] = {}
     for option in MODELS:
@@ -139,7 +139,7 @@ def _at_revision(config: Config) -> Config:
     before_imports(False, config.verbose)
     try:
         folder = _fetched(model, revision, silent is None)
-    except Exception as error:  # of the hub's client, of the network ...
+    except Exception as error:  # from the hub's client, the network ...
         why = silent and f"it is not in the cache {cache()}, and the hub {endpoint()} cannot be reached ({silent})"
         reason = why or " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(f"--model {model} --model-revision {revision}: {reason}.") from None
@@ -147,7 +147,7 @@ def _at_revision(config: Config) -> Config:
 
 
 def _fetched(model: str, revision: str | None, asks: bool) -> str:
-    """The folder of a model in the cache; `asks`: the hub, for what is not there."""
+    """The folder of a model in the cache; `asks`: whether to fetch missing files from the hub."""
     from huggingface_hub import snapshot_download
 
     return snapshot_download(
@@ -156,10 +156,10 @@ def _fetched(model: str, revision: str | None, asks: bool) -> str:
 
 
 def run_or_model(named: str) -> str:
-    """The folder of what a command is about: a run or a model here as it stands, or a model of a hub, fetched.
+    """The folder that a command is about: a local run or model, or a model fetched from a hub.
 
     Raises:
-        ConfigError: it is named as one of a hub, which has none of that name or does not answer.
+        ConfigError: it is named as a model on a hub, which has none of that name or does not answer.
     """
     if modelscope.named(named) is not None:
         return _folder(named, None, weights=True)
@@ -170,13 +170,15 @@ def run_or_model(named: str) -> str:
     before_imports(False, verbose=False)
     try:
         return _fetched(named, None, asks)
-    except Exception as error:  # of the hub's client, of the network ...
+    except Exception as error:  # from the hub's client, the network ...
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ConfigError(f"There is no folder {named}, and the hub gives no such model: {reason}") from None
+        raise ConfigError(
+            f"There is no folder {named}, and no such model could be fetched from the hub: {reason}"
+        ) from None
 
 
 def cache() -> Path:
-    """That of models."""
+    """The folder of the model cache."""
     return hub.cache("HF_HUB_CACHE", "hub")
 
 
@@ -202,7 +204,7 @@ def _adapters_in_cache(model: str) -> bool:
 
 
 def _newest_in_cache(model: str) -> Path:
-    """The folder of what was fetched of a model last; raises OSError where there is none."""
+    """The most recently fetched folder of a model; raises OSError if there is none."""
     repository = cache() / ("models--" + model.replace("/", "--"))
     return repository / "snapshots" / (repository / "refs" / "main").read_text(encoding="utf-8").strip()
 

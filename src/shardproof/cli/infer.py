@@ -22,8 +22,8 @@ from shardproof.errors import ConfigError, DataError
 
 VLLM = "vllm"
 OF_VLLM = "vllm_max_model_len", "vllm_gpu_memory_utilization"
-STAGE = 3  # at which several processes hold the model
-PATIENCE = timedelta(days=7)  # for which ranks wait for the user to say something
+STAGE = 3  # used when several processes hold the model
+PATIENCE = timedelta(days=7)  # how long ranks wait for the user's input
 
 
 def parser() -> options.Parser:
@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
             setattr(config, name, of_run.get(name))
     if config.dataset and config.result_path is None:
         name = f"{datetime.now():%Y%m%d-%H%M%S}.jsonl"
-        beside = Path(run_dir).expanduser() if run_dir == given else Path()  # a cache is no place for them
+        beside = Path(run_dir).expanduser() if run_dir == given else Path()  # not into the cache of a hub
         config.result_path = str(beside / "answers" / name)
     if outer_world():
         return _rank(folder, config, system)
@@ -120,7 +120,8 @@ def _check_backend(config: InferConfig) -> None:
     others = ("image", "audio", "video", "external_plugins", "model_type")
     if given := next((name for name in others if getattr(config, name)), None):
         raise ConfigError(
-            f"--backend vllm is asked about text, of models that it knows itself: no {options.flag(given)}."
+            f"--backend vllm takes text only, and only models that vLLM supports itself: leave {options.flag(given)} "
+            "out."
         )
     if config.num_beams > 1:
         raise ConfigError("--backend vllm does not support beam search: leave --num-beams or --backend out.")
@@ -130,13 +131,13 @@ def _check_backend(config: InferConfig) -> None:
 
 
 def _rank(folder: Path, config: InferConfig, system: str | None) -> int:
-    """What each of several processes does: hold a part of the model, and generate with the others. The first one talks
-    to the user."""
+    """The work of each of several processes: hold a part of the model, and generate with the others. The first one
+    talks to the user."""
     import torch
 
     from shardproof.zero.comm.world import start_group
 
-    before_imports(_offline(folder, config), config.verbose)  # a spawned process starts from nothing
+    before_imports(_offline(folder, config), config.verbose)  # a spawned process starts afresh
     after_imports(config.verbose)
     start_group(timeout=PATIENCE)
     if torch.distributed.get_rank() == 0:
@@ -161,7 +162,7 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
     from shardproof.train.rows.media import check_media_root
     from shardproof.train.seq_cls.labelling import RELEVANCE, labels_in
 
-    if not config.verbose:  # an answer is no place for what the engine has to say about it
+    if not config.verbose:  # keep the engine's messages out of the answers
         logging.getLogger("shardproof.zero").setLevel(logging.ERROR)
     of_files = {name: getattr(config, name) for name in ("media_root", *LIMITS)}
     media = SftConfig(**{name: value for name, value in of_files.items() if value is not None})
@@ -184,7 +185,9 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
         return embed(folder, embedding, config, system, stage, media)
     _check_drawn(config)
     if config.plain and config.system:
-        raise ConfigError("--plain continues the prompt alone, without a --system message. Give one of them.")
+        raise ConfigError(
+            "--plain and --system cannot be used together: --plain continues the prompt alone. Give one of them."
+        )
     plugins = load(config.external_plugins)
     worth = answer_metrics(config.answer_metrics, plugins)
     row_format = (config.row_format, plugins.find("row format", config.row_format)) if config.row_format else None
@@ -208,11 +211,11 @@ def _talk(folder: Path, config: InferConfig, system: str | None, stage: int | No
 
         return answer(chat, config, system, sampling, worth, row_format)
     files = files_of(config)
-    stream = config.stream and config.num_beams == 1 and config.backend != VLLM  # of several no one is the answer yet
+    stream = config.stream and config.num_beams == 1 and config.backend != VLLM  # beams decide at the end
     if config.prompt is not None:
         _answer(chat, [*history, question_of(config.prompt, files)], sampling, stream)
         return 0
-    if files:  # of which the first question would tell
+    if files:  # find a bad file now, not at the first question
         chat.check([*history, question_of("?", files)])
     return _converse(chat, history, sampling, stream, files)
 
@@ -235,9 +238,9 @@ def _converse(
         import readline  # noqa: F401  (history and editing in input())
     if chat.first:
         ends = "an answer" if not chat.sharded else "the conversation"
-        print(f"An empty line or Ctrl-D ends, /new starts again, Ctrl-C ends {ends}.", flush=True)
+        print(f"An empty line or Ctrl-D quits, /new starts over, Ctrl-C ends {ends}.", flush=True)
     system = list(history)
-    again = chat.shared(sys.stdin.isatty)  # a script is to know of what could not be asked
+    again = chat.shared(sys.stdin.isatty)  # a script has to see a question fail
     while True:
         question = chat.shared(asked)
         if not question:
@@ -251,7 +254,7 @@ def _converse(
             history = [*turns, {"role": "assistant", "content": _answer(chat, turns, sampling, stream)}]
         except KeyboardInterrupt:  # ends the answer, not the conversation
             print()
-        except (ConfigError, DataError) as error:  # so does a question that the model cannot be asked
+        except (ConfigError, DataError) as error:  # nor does a question that the model cannot take
             if not again:
                 raise
             if chat.first:
@@ -259,7 +262,7 @@ def _converse(
 
 
 def _answer(chat: Any, messages: list[dict[str, Any]], sampling: Any, stream: bool) -> str:
-    """The answer, told by the first rank."""
+    """The answer; the first rank prints it."""
     text = chat.answer(messages, sampling) if not (stream and chat.first) else ""
     if chat.first and not stream:
         print(text, flush=True)
@@ -279,7 +282,7 @@ def _answer(chat: Any, messages: list[dict[str, Any]], sampling: Any, stream: bo
 
 
 def _offline(folder: Path, config: InferConfig) -> bool:
-    """Whether all that is needed lies here; what may not is the model that an adapter belongs to, and rows."""
+    """Whether everything needed is on this machine; the base model of an adapter, or rows, may not be."""
     from shardproof.cli.hub import all_here
     from shardproof.train.folder import ADAPTER, base_of
     from shardproof.train.model.loading import check_base

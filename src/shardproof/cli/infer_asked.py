@@ -1,4 +1,4 @@
-"""What `shardproof infer` is asked: its options, and what the user says."""
+"""The options of `shardproof infer`, and the user's input."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class InferConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     prompt: str | None = Field(None, description="ask this once (default: a conversation)")
-    image: list[str] = Field([], description="pictures for the first question")
-    audio: list[str] = Field([], description="sounds for the first question")
+    image: list[str] = Field([], description="images for the first question")
+    audio: list[str] = Field([], description="audio files for the first question")
     video: list[str] = Field([], description="videos for the first question")
     system: str | None = Field(None, description="system message (default: that of the run)")
     chat_template: str | None = Field(
@@ -31,7 +31,7 @@ class InferConfig(BaseModel):
         description="format of tools, calls and results: hermes, react_en, react_zh ... (default: that of the model's"
         " template)",
     )
-    response_prefix: Written = Field("", description="text that every answer begins with: '<think>\\n'")
+    response_prefix: Written = Field("", description="text that every answer starts with: '<think>\\n'")
     template_variables: dict[str, str] = Field({}, description="variables of the chat template: enable_thinking=false")
     plain: bool = Field(False, description="continue the prompt as it is, without a chat template")
     dataset: list[str] = Field(
@@ -54,13 +54,13 @@ class InferConfig(BaseModel):
         None, description="folder of the files that rows name (default: that of the dataset file)"
     )
     max_pixels: int | None = Field(
-        None, description="scale pictures and frames down to at most this many pixels (default: as in the run)", ge=1
+        None, description="scale images and frames down to at most this many pixels (default: as in the run)", ge=1
     )
     max_image_tokens: int | None = Field(
-        None, description="scale pictures and frames down to at most this many tokens", ge=1
+        None, description="scale images and frames down to at most this many tokens", ge=1
     )
     max_frame_tokens: int | None = Field(None, description="scale video frames down to at most this many tokens", ge=1)
-    max_seconds: float | None = Field(None, description="longest sound or video (default: as in the run, or 60)", gt=0)
+    max_seconds: float | None = Field(None, description="longest audio or video (default: as in the run, or 60)", gt=0)
     max_frame_pixels: int | None = Field(
         None,
         description="scale video frames down to at most this many pixels (default: as in the run, or --max-pixels)",
@@ -132,20 +132,20 @@ def files_of(config: InferConfig) -> dict[str, list[str]]:
 
 
 def question_of(text: str, files: dict[str, list[str]]) -> dict[str, Any]:
-    """A turn, with files where `<image>` and the like stand in the text, or in front of it."""
+    """A turn, with files at `<image>` and the like in the text, or before it."""
     from shardproof.data.forms.parts import Problem, with_files
 
     try:
         return with_files(files, [{"role": "user", "content": text}])[0]
     except Problem as problem:
-        raise ConfigError(f"{problem}. Name as many files as there are places, or no places.") from None
+        raise ConfigError(f"{problem}. Give one file per place, or leave the places out.") from None
 
 
 def asked() -> str:
-    """What the user says; nothing at the end of the input. On a terminal, who says what is no text is asked again.
+    """The user's input; empty at its end. On a terminal, the user is asked again after invalid UTF-8.
 
     Raises:
-        ConfigError: it is no text, and comes from a file or a program.
+        ConfigError: it is not valid UTF-8, and comes from a file or a program.
     """
     while True:
         try:

@@ -1,4 +1,4 @@
-"""`shardproof infer` of a model that embeds texts (one, those that are typed, or the rows of files), or ranks them."""
+"""`shardproof infer` with a model that embeds texts (one, those typed in, or the rows of files) or ranks them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def embed(
     """`media`: the options about files. Returns the exit code."""
     from shardproof.train.embedding.embedder import Embedder, embed_rows
 
-    refuse_options(config, (*WRITING, *OF_PLUGINS, *TEMPLATES), f"the model in {folder} embeds texts as they stand")
+    refuse_options(config, (*WRITING, *OF_PLUGINS, *TEMPLATES), f"the model in {folder} embeds texts unchanged")
     model = Embedder(folder, embedding, system, config.trust_remote_code, stage, media)
     if not model.takes_files:
         refuse_options(config, KINDS, f"the model in {folder} reads text", "files")
@@ -39,7 +39,7 @@ def embed(
         _show(model, question_of(config.prompt, files_of(config))["content"])
         return 0
     if model.first:
-        print("A text gets its embedding. An empty line or Ctrl-D ends.", flush=True)
+        print("Enter a text to get its embedding. An empty line or Ctrl-D quits.", flush=True)
     while text := model.shared(asked):
         _show(model, text)
     return 0
@@ -53,7 +53,7 @@ def rank(
     stage: int | None,
     media: SftConfig,
 ) -> int:
-    """Of a model that says how well texts answer a query. Returns the exit code."""
+    """For a model that scores how well texts answer a query. Returns the exit code."""
     from shardproof.data.encoding.judged import check_variables
     from shardproof.train.reranker.ranker import AskedRanker, Ranker, rank_rows
     from shardproof.train.reranker.scoring import YesNo
@@ -63,9 +63,7 @@ def rank(
     if isinstance(scoring, YesNo):
         check_variables(config.template_variables)
         if config.plain:
-            raise ConfigError(
-                f"--plain: the model in {folder} is asked about texts in its chat template. Leave it out."
-            )
+            raise ConfigError(f"--plain: the model in {folder} gets texts in its chat template. Leave it out.")
     if not config.dataset:
         raise ConfigError(f"The model in {folder} ranks texts for a query: give rows with both in --dataset.")
     how = (config.trust_remote_code, config.chat_template, config.template_variables, config.plain)

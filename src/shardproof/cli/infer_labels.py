@@ -1,4 +1,4 @@
-"""`shardproof infer` of a model that gives labels: of one text, of those that are typed, or of the rows of files."""
+"""`shardproof infer` with a model that gives labels: for one text, those typed in, or the rows of files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WRITING = (
     *("answer_metrics", "agent_template", "response_prefix"),
 )
 OF_PLUGINS = ("external_plugins", "model_type", "row_format")
-MOST = 10  # probabilities that are shown
+MOST = 10  # probabilities shown at most
 
 
 def give_labels(
@@ -41,16 +41,14 @@ def give_labels(
         _show(model, question_of(config.prompt, files_of(config)))
         return 0
     if model.first:
-        print("A text gets its label. An empty line or Ctrl-D ends.", flush=True)
+        print("Enter a text to get its label. An empty line or Ctrl-D quits.", flush=True)
     while text := model.shared(asked):
         _show(model, {"role": "user", "content": text})
     return 0
 
 
-def refuse_options(
-    config: InferConfig, names: Sequence[str], what: str, about: str = "answers that are written"
-) -> None:
-    """Raise ConfigError for an option of these that is given; `what`: what the model does instead."""
+def refuse_options(config: InferConfig, names: Sequence[str], what: str, about: str = "generated answers") -> None:
+    """Raise ConfigError if one of these options is given; `what`: what the model does instead."""
     for name in names:
         if getattr(config, name) != InferConfig.model_fields[name].default:
             raise ConfigError(f"{options.flag(name)} applies to {about}, and {what}. Leave it out.")
@@ -70,7 +68,7 @@ def _rows(model: Any, config: InferConfig) -> int:
 
 
 def _show(model: Any, turn: dict[str, Any]) -> None:
-    """The label, and what the probabilities are."""
+    """Print the label and its probabilities."""
     from shardproof.data.rows import Row
 
     (logits,) = model.logits([Row([turn], "", 0)])

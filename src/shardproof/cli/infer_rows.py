@@ -1,4 +1,4 @@
-"""`shardproof infer RUN_DIR --dataset FILE`: what becomes of rows, and how far it is."""
+"""`shardproof infer RUN_DIR --dataset FILE`: answer rows, and show progress."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def answer(
     worth: Mapping[str, Callable[[str, str], float]],
     row_format: tuple[str, Any] | None,
 ) -> int:
-    """Answer the rows of --dataset, and say what the answers are `worth`, by names. `row_format`: its name, and what it
-    calls."""
+    """Answer the rows of --dataset, and report what the answers are `worth`, by metric. `row_format`: its name and
+    function."""
     from shardproof.train.answers.rows import answer_rows, means_in
 
     file = Path(str(config.result_path)).expanduser()
@@ -36,7 +36,7 @@ def answer(
 
 
 def follow(rounds: Iterator[tuple[int, int, Sequence[Any]]], first: bool, file: Path) -> None:
-    """Have all rows answered, and say on the `first` rank how far it is, and what came of it."""
+    """Answer all rows; the `first` rank reports progress and the result."""
     from shardproof.data.rows import SHOWN
     from shardproof.report.terminal import Share
 

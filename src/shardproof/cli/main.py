@@ -26,13 +26,13 @@ COMMANDS = {
     "rlhf": "train on preferences, or on rewards for generated answers",
     "plan": "show what fits and what is fastest at each stage, before anything is trained",
     "doctor": "report what would go wrong with a run, before anything is trained",
-    "verify": "check that a run gives the numbers of one process, or show where it first differs",
+    "verify": "check that a run matches a single process, or show where it first differs",
     "report": "write one page that shows runs: losses, memory, traffic, a step in detail, samples",
     "watch": "show a run in the browser while it trains",
     "infer": "talk to the model of a run",
     "explain": "explain an error message, including those of DeepSpeed, DDP, FSDP and NCCL",
     "export": "write the model of a run to a folder that from_pretrained loads, adapters merged",
-    "models": "list the model families that have a record",
+    "models": "list the model families with a record",
     "data": "show rows as the model will see them ('data show'), or encode them once ('data encode')",
     "convert": "convert a DeepSpeed, FSDP2 or Accelerate checkpoint into one to resume from",
     "submit": "write the Slurm script or the Kubernetes job that runs a command on several nodes",
@@ -43,7 +43,7 @@ COMMANDS = {
     "env": "show versions, devices and what is installed",
 }
 
-# What torch puts in front of an error in a worker of a DataLoader.
+# What torch puts before an error of a DataLoader worker.
 _WORKER = re.compile(r"\ACaught \w+ in DataLoader worker.*^shardproof\.errors\.\w+: ", re.DOTALL | re.MULTILINE)
 
 USAGE = f"""usage: shardproof COMMAND [options]
@@ -59,11 +59,11 @@ options:
 """
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
-BROKEN_PIPE = 141  # as a shell tells of a program that SIGPIPE has ended
+BROKEN_PIPE = 141  # the exit code a shell reports for a program ended by SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the exit code: 0, 2 for what the user can put right, 1 for other failures."""
+    """Run a command. Returns the exit code: 0, 2 for mistakes that the user can fix, 1 for other failures."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
@@ -80,10 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the interpreter complains at exit
         return BROKEN_PIPE
     except Exception as error:
-        if interrupted() and exit_code(error) != USER_ERROR:  # a module that was left half imported, and the like
+        if interrupted() and exit_code(error) != USER_ERROR:  # such as a half-imported module
             print("\ninterrupted", file=sys.stderr)
             return INTERRUPTED
         if _told_by_another(error):
@@ -103,7 +103,7 @@ def _run(command: str, args: list[str]) -> int:
         if instead := OF_OTHERS.get(command.replace("_", "-")):
             raise ConfigError(f"There is no command {command!r} here: {instead}.")
         option = command.startswith("-")
-        known, near = (("--help", "--version"), 0.7) if option else (COMMANDS, 0.6)  # hyphens are alike in all options
+        known, near = (("--help", "--version"), 0.7) if option else (COMMANDS, 0.6)  # all options share hyphens
         found = difflib.get_close_matches(command, known, n=1, cutoff=near)
         hint = f" Did you mean {found[0]!r}?" if found else " Options go after a command." if option else ""
         raise ConfigError(f"There is no command {command!r}.{hint}\nThe commands are: {', '.join(COMMANDS)}.")
@@ -117,8 +117,8 @@ def _run(command: str, args: list[str]) -> int:
 
 
 def _told_by_another(error: Exception) -> bool:
-    """Under torchrun every rank finds the same mistake in options and files; the first of a machine tells it. So it
-    does of steps that all ranks take, but not that it is one rank too many."""
+    """Under torchrun every rank finds the same mistake in options and files; the first rank of a machine reports it.
+    The same goes for errors in steps that all ranks take, but not for a rank without a device."""
     if isinstance(error, DeviceError):
         return False
     distributed = sys.modules.get("torch.distributed")
@@ -131,7 +131,7 @@ def wants_traceback(args: Sequence[str]) -> bool:
 
 
 def message_of(error: BaseException) -> str:
-    """What a user reads: the text of our own errors, and one line for those nobody foresaw."""
+    """The message for the user: the text of our own errors, and one line for unforeseen ones."""
     if isinstance(error, ShardproofError):
         return f"error: {_WORKER.sub('', str(error))}"
     text = str(error).strip() or "no message"

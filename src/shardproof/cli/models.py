@@ -1,4 +1,4 @@
-"""`shardproof models`: the model families that have a record."""
+"""`shardproof models`: the model families with a record."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shardproof.errors import ConfigError
 from shardproof.models.families.family import Family
 from shardproof.models.families.known import FAMILIES
 
-DESCRIPTION = """List the model families that have a record, or show the record of one (by name or model_type).
-Any other model of transformers works too: its class is that of the Auto classes, its parts are found by their names."""
+DESCRIPTION = """List the model families with a record, or show one record (by name or model_type). Any other
+transformers model works too: an Auto class loads it, and its parts are found by their names."""
 
 
 def parser() -> Parser:

@@ -1,7 +1,7 @@
 """A pydantic model as command-line options.
 
-argparse rather than typer or tyro: with pydantic it answers `--help` in 0.12 s where typer takes 0.25 s
-and tyro 0.35 s, it takes `--dataset A B C` as it stands, and the one model serves YAML files too.
+argparse rather than typer or tyro: with pydantic it answers `--help` in 0.12 s where typer takes 0.25 s and tyro 0.35
+s, it accepts `--dataset A B C`, and the same model serves YAML files too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardproof.errors import ConfigError
 from shardproof.train.options.option import flag as flag
 from shardproof.train.options.option import with_line_ends
 
-OF_ROWS = {*KINDS} - {".json"}  # ends of files that hold no options
+OF_ROWS = {*KINDS} - {".json"}  # suffixes of files that hold no options
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -48,7 +48,7 @@ def hyphenated(argv: Sequence[str]) -> list[str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint at the known name that `name` may have meant, or nothing: a guess that is far off misleads."""
+    """A hint at the known name that `name` may have meant, or nothing, since a far-fetched guess misleads."""
     plain = {k.strip("-"): k for k in known}
     letters = name.strip("-")
     initials = [k for k in plain if "".join(word[:1] for word in re.split("[-_]", k)) == letters]
@@ -57,8 +57,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def meant(given: str, known: Collection[str]) -> str:
-    """A hint at the option that one of these words may have meant, by its name in another trainer or by its letters.
-    `known`: the options of the command, with underscores; the hint is written as `given` is."""
+    """A hint at the option that `given` may have meant, by its name in another trainer or by its spelling. `known`: the
+    options of the command, with underscores; the hint is spelled like `given`."""
     on_a_line = given.startswith("-")
     name = given.strip("-").replace("-", "_")
     if "stage" in known and name in elsewhere.INSTEAD:
@@ -67,7 +67,7 @@ def meant(given: str, known: Collection[str]) -> str:
     if option in known:
         here = f"{flag(option)} {value}" if on_a_line else f"{option}: {value}"
         return f" Here it is {here.rstrip(' :')}."
-    of_swift = swift_options.names(known) if "stage" in known else ()  # some have their place in other commands only
+    of_swift = swift_options.names(known) if "stage" in known else ()  # some exist in other commands only
     names = [*known, *(theirs for theirs in of_swift if theirs != name)]
     return nearest(given, map(flag, names) if on_a_line else names)
 
@@ -75,8 +75,8 @@ def meant(given: str, known: Collection[str]) -> str:
 def parser_for(
     model: type[BaseModel], prog: str, usage: str, description: str, shown: Collection[str] | None = None
 ) -> Parser:
-    """A parser with an option for each field of `model`, under the groups its fields name; `shown` are the groups that
-    its help lists (all, where none is given)."""
+    """A parser with an option for each field of `model`, in the groups that its fields name; `shown` are the groups
+    that its help lists (default: all)."""
     parser = Parser(
         prog=prog,
         usage=usage,
@@ -98,7 +98,7 @@ def parser_for(
 
 
 def _said(field: FieldInfo, what: str) -> str:
-    """What `option` says of a field beside its type: its `group`, its `values`; nothing where it says nothing."""
+    """What `option` adds to a field besides its type: its `group` or its `values`, or nothing."""
     extra = field.json_schema_extra
     return str(extra.get(what) or "") if isinstance(extra, dict) else ""
 
@@ -114,7 +114,7 @@ def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
     if choices:
         return {"metavar": "|".join(choices), "help": text}
     if typing.get_origin(kind) is list:
-        values = _said(field, "values")  # a switch, which may stand alone
+        values = _said(field, "values")  # a switch, whose value may be omitted
         metavar = values or ("N" if typing.get_args(kind) == (int,) else "X")
         return {"action": "extend", "nargs": "*" if values else "+", "metavar": metavar, "help": text}
     if typing.get_origin(kind) is dict:
@@ -139,16 +139,18 @@ def _plain(annotation: Any) -> Any:
 
 
 def add_run_file(parser: Parser) -> None:
-    """A file of options, which stands first, or behind --config as in ms-swift."""
-    parser.add_argument("run_file", nargs="?", metavar="run.yaml", help="a file with options, one 'name: value' a line")
+    """Add the file of options, given as the first argument, or with --config as in ms-swift."""
+    parser.add_argument(
+        "run_file", nargs="?", metavar="run.yaml", help="a file with options, one 'name: value' per line"
+    )
     parser.add_argument("--config", metavar="run.yaml", help="the same file, as ms-swift names it")
 
 
 def take_run_file(found: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """The options of the file that the command line names, and is rid of."""
+    """The options of the file that the command line names; removes the file from `found`."""
     files = [found.pop(name) for name in ("run_file", "config") if name in found]
     if len(files) > 1:
-        raise ConfigError(f"{files[0]} and --config {files[1]} are both files of options. Give one of them.")
+        raise ConfigError(f"{files[0]} and --config {files[1]} both name a file of options. Give one of them.")
     if not files or not files[0]:
         return {}
     meant = [
@@ -157,15 +159,17 @@ def take_run_file(found: dict[str, Any], model: type[BaseModel]) -> dict[str, An
     if meant and not os.path.exists(files[0]):
         raise ConfigError(f"There is no file {files[0]}. Did you mean {flag(meant[0])} {files[0]}?")
     if files[0] in ("sft", "rlhf") and not os.path.exists(files[0]):
-        kind = ", and --rlhf-type says that it is one of rlhf" if files[0] == "rlhf" else ""
-        raise ConfigError(f"There is no file {files[0]}. Leave {files[0]} out: options of a run are enough here{kind}.")
+        kind = ", and --rlhf-type makes it a run of rlhf" if files[0] == "rlhf" else ""
+        raise ConfigError(
+            f"There is no file {files[0]}. Leave {files[0]} out: the options of the run suffice here{kind}."
+        )
     if Path(files[0]).suffix.lower() in OF_ROWS and "dataset" in model.model_fields:
-        raise ConfigError(f"{files[0]} holds rows, no options. Did you mean --dataset {files[0]}?")
+        raise ConfigError(f"{files[0]} holds rows, not options. Did you mean --dataset {files[0]}?")
     return read_file(files[0], model)
 
 
 def of_others(model: type[Any]) -> dict[str, str]:
-    """Options that the other commands have and this one has not, with the command."""
+    """Options that other commands have and this one lacks, with the command."""
     from shardproof.train.options.config import SftConfig
     from shardproof.train.options.rlhf_config import RlhfConfig
 
@@ -176,25 +180,25 @@ def of_others(model: type[Any]) -> dict[str, str]:
 def parse(
     parser: Parser, argv: Sequence[str], others: Mapping[str, str] | None = None, command: str = ""
 ) -> dict[str, Any]:
-    """What the command line gave, as strings. `others`: options of other commands, and which commands these are;
-    `command`: the one of ms-swift for which it may have been written.
+    """The options of the command line, as strings. `others`: options of other commands, with the command; `command`:
+    the ms-swift command for which the line may have been written.
 
     Raises:
-        ConfigError: an option that does not exist, with the nearest that does, or stands there twice.
+        ConfigError: an option does not exist (with the nearest one that does), or is given twice.
     """
     known = [o for action in parser._actions for o in action.option_strings]
     words = hyphenated(argv)
     names = {o.lstrip("-").replace("-", "_") for o in known}
-    if "stage" in names:  # a run: it may have been written for ms-swift
+    if "stage" in names:  # a run: the line may have been written for ms-swift
         words, notes = swift_options.adopted(words, names, others or {})
         _say_without_effect(notes)
     if command:
         words, notes = swift_places.placed(command, words, names)
         _say_without_effect(notes)
     given = [word.partition("=")[0] for word in words if word.startswith("--")]
-    for action in parser._actions:  # of two values argparse takes the last
+    for action in parser._actions:  # argparse would silently take the last of two values
         if action.nargs not in ("+", "*") and sum(map(given.count, action.option_strings)) > 1:
-            raise ConfigError(f"{action.option_strings[-1]} stands there twice. Give it once.")
+            raise ConfigError(f"{action.option_strings[-1]} is given twice. Give it once.")
     found, rest = parser.parse_known_args(words)
     for arg in rest:
         if arg.startswith("-"):
@@ -204,7 +208,7 @@ def parse(
         raise ConfigError(f"Unexpected argument {rest[0]!r}.\n'{parser.prog} --help' lists the options.")
     values = vars(found)
     for action in parser._actions:
-        if not action.option_strings and values.get(action.dest) == "":  # a variable of a script
+        if not action.option_strings and values.get(action.dest) == "":  # an unset variable in a script
             raise ConfigError(f"{action.metavar or action.dest} is empty. Give it a value.")
     if "system" in values:
         values["system"] = with_line_ends(values["system"])
@@ -224,27 +228,27 @@ def _unknown(name: str, known: Collection[str], others: Mapping[str, str] | None
 
 
 def read_file(path: str, model: type[BaseModel]) -> dict[str, Any]:
-    """The options that stand in a YAML file, hyphen or underscore, each of the type it should have. An empty value, or
-    null, is an option that is not given; of one without a default, an error.
+    """The options in a YAML file, with hyphens or underscores, each checked for its type. An empty value, or null,
+    means that the option is not given; for an option without a default it is an error.
 
     Raises:
-        ConfigError: the file is missing or is not YAML, an option is unknown or stands there twice, or has a value of
-            the wrong type; the text names file, line and option, and what is expected.
+        ConfigError: the file is missing or is not YAML, an option is unknown, given twice, or has a value of the wrong
+            type; the message names file, line, option and the expected value.
     """
     from shardproof.cli.yaml_file import entries
 
     values: dict[str, Any] = {}
     empty: set[str] = set()
-    theirs: dict[str, list[str]] = {}  # our options that those of ms-swift say, as texts
+    theirs: dict[str, list[str]] = {}  # our options that were given under ms-swift's names
     for line, key, raw, value in entries(path):
         name, where = key.replace("-", "_"), f"{path}:{line}: "
         if name in values or name in empty or (name in theirs and name in model.model_fields):
-            raise ConfigError(f"{where}{key} stands here for the second time.")
+            raise ConfigError(f"{where}{key} is given for the second time.")
         found = _of_swift(name, value, model, where)
         if found is not None:
             for ours, meant in found:
                 if ours in values or (ours in theirs and ours not in ADDED):
-                    raise ConfigError(f"{where}{key} is {ours}, which stands here already.")
+                    raise ConfigError(f"{where}{key} is {ours}, which is already given here.")
                 theirs[ours] = theirs.get(ours, []) + meant
             continue
         field = model.model_fields[name]
@@ -257,8 +261,8 @@ def read_file(path: str, model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _of_swift(name: str, value: Any, model: type[BaseModel], where: str) -> swift_options.Ours | None:
-    """Our options for one of a file, and their values as the command line gives them, where ms-swift calls them or its
-    values otherwise; None for what is ours as it stands."""
+    """Our options for an option of a file, with values as on a command line, if ms-swift names it or its values
+    differently; None if it is one of ours."""
     known = model.model_fields
     if name in known and (value is None or isinstance(value, dict)):
         return None
@@ -282,14 +286,14 @@ def _of_swift(name: str, value: Any, model: type[BaseModel], where: str) -> swif
 
 
 def build(model: type[Config], values: dict[str, Any]) -> Config:
-    """The model from the values of a file, and of the command line, where they are strings.
+    """The model, from the values of a file and of the command line (which are strings).
 
     Raises:
-        ConfigError: a value has the wrong type or lies outside its limits; the text names the option.
+        ConfigError: a value has the wrong type or lies outside its limits; the message names the option.
     """
     for name, value in values.items():
         values[name] = value = _from_text(model.model_fields[name], value)
-        if name != "system" and "" in (value if isinstance(value, list) else [value]):  # a variable of a script
+        if name != "system" and "" in (value if isinstance(value, list) else [value]):  # an unset variable in a script
             raise ConfigError(f"{flag(name)} is empty. Give it a value, or leave it out.")
         _checked(model, name, value, f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, list) else value}")
     return model.model_validate(values)
@@ -299,7 +303,7 @@ def system_message(text: str | None) -> str | None:
     """What --system says: a system message, or, as in ms-swift, the path of a .txt file that holds it.
 
     Raises:
-        ConfigError: the file cannot be read, or it is no text.
+        ConfigError: the file cannot be read, or is not text.
     """
     if text is None or not text.endswith(".txt") or "\n" in text:
         return text and whole_text("--system", text)
@@ -307,22 +311,23 @@ def system_message(text: str | None) -> str | None:
         return Path(text).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"--system {text} ends in .txt and is read as a file, which cannot be: {reason}.") from None
+        raise ConfigError(f"--system {text} ends in .txt, but cannot be read as a file: {reason}.") from None
 
 
 def whole_text(name: str, text: str) -> str:
-    """The text, which models are to read. Raises ConfigError for bytes that are no UTF-8, which Python makes halves of
-    characters of."""
+    """The text, for models to read. Raises ConfigError for bytes that are not UTF-8, which Python turns into
+    surrogates."""
     if (shown := printable(text)) != text:
         raise ConfigError(f"{name} is not valid UTF-8: {shown}")
     return text
 
 
 def from_variables(model: type[BaseModel], environment: Mapping[str, str], started: bool) -> dict[str, Any]:
-    """The options of `model` that stand in variables, as ms-swift has them. `started`: its processes are there.
+    """The options of `model` that are set in variables, as in ms-swift. `started`: whether the processes already run.
 
     Raises:
-        ConfigError: a variable asks for what is not done here, two say one thing, or a value cannot be.
+        ConfigError: a variable asks for something that does not exist here, two give the same option, or a value is
+            invalid.
     """
     if others := swift_environment.other_meanings(environment):
         raise ConfigError(f"The variable {others[0]}. Unset it.")
@@ -337,7 +342,7 @@ def from_variables(model: type[BaseModel], environment: Mapping[str, str], start
 
 
 def _from_text(field: FieldInfo, value: Any) -> Any:
-    """One text is a list of one; `none` is no value, where there may be none."""
+    """A single text becomes a list of one; `none` becomes None where the field allows it."""
     kind = typing.get_origin(_plain(field.annotation))
     if isinstance(value, str) and kind is list:
         return [value]
@@ -353,7 +358,7 @@ def _takes_none(field: FieldInfo) -> bool:
 
 
 def _pairs(parts: list[str]) -> dict[str, str] | list[str]:
-    """`a=b,c=d` and `a=b c=d` are {a: b, c: d}, `a=b,c` is {a: "b,c"}; anything else stays as it is, and is refused.
+    """`a=b,c=d` and `a=b c=d` are {a: b, c: d}, `a=b,c` is {a: "b,c"}; anything else stays unchanged, to be refused.
 
     Raises:
         ConfigError: one name has two values.
@@ -368,7 +373,7 @@ def _pairs(parts: list[str]) -> dict[str, str] | list[str]:
 
 
 def _checked(model: type[BaseModel], name: str, value: Any, subject: str, strict: bool = False) -> Any:
-    """`value` if the field takes it; `subject` begins the sentence that says why not."""
+    """`value` if the field takes it; `subject` begins the error message otherwise."""
     try:
         model.model_validate({name: value}, strict=strict)
     except ValidationError as error:
@@ -377,7 +382,7 @@ def _checked(model: type[BaseModel], name: str, value: Any, subject: str, strict
         reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ") if limit else ""
         reason = reason or "should be " + _expected(model.model_fields[name])
         if name == "stage" and value in elsewhere.STAGES:
-            reason = f"that is {elsewhere.STAGES[value]}; here a stage is how much is sharded, 0 to 3"
+            reason = f"that is {elsewhere.STAGES[value]}; here a stage says how much is sharded, 0 to 3"
         raise ConfigError(f"{subject}: {reason}.") from None
     return value
 

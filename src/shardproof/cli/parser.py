@@ -1,4 +1,4 @@
-"""The parser of every command: how it complains, and what its help looks like."""
+"""The parser of every command: its errors and the layout of its help."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _LONGEST = 60  # characters of `a|b|c`
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are ours: one message, exit code 2."""
+    """An argument parser that raises our errors: one message, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}\n'{self.prog} --help' lists the options.")
 
 
 class Help(argparse.HelpFormatter):
-    """Names an option that has many values, and lists these in its text, where lines are wrapped."""
+    """Lists the values of an option that has many of them in its help text, which is wrapped."""
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         return "KIND" if _values(action) else super()._format_args(action, default_metavar)

@@ -1,4 +1,4 @@
-"""`shardproof plan`: what fits, and what is fastest, before anything is trained."""
+"""`shardproof plan`: show what fits and what is fastest, before anything is trained."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardproof.errors import ConfigError
 from shardproof.train.checks.named import NAMED
 
 DESCRIPTION = """Run steps of the model with the real engine on the meta device, as one rank of many, and show what each
-stage holds in memory and sends. No weights are needed, and no accelerator. Exit code 1 if nothing fits."""
+stage holds in memory and sends. Needs neither weights nor an accelerator. Exit code 1 if nothing fits."""
 
 
 def parser() -> options.Parser:
@@ -23,7 +23,7 @@ def parser() -> options.Parser:
 
 def run(argv: Sequence[str]) -> int:
     """The command. Returns the exit code."""
-    # A run of rlhf is planned by doctor, before its trial.
+    # Runs of rlhf are planned by doctor, before its trial.
     others = {**options.of_others(PlanConfig), "rlhf_type": "shardproof doctor"}
     found = options.parse(parser(), argv, others)
     as_object = found.pop("json", False)

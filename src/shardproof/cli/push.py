@@ -1,6 +1,6 @@
-"""`shardproof export --push-to-hub`: what was written goes to a hub, which was asked before whether it may.
+"""`shardproof export --push-to-hub`: upload the exported model to a hub, after checking permission.
 
-Whether a token may write is seen before the export begins, by what the hub says of it: nothing is made there to try.
+Whether a token may write is checked before the export begins, by querying the hub: nothing is created there as a test.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardproof.data.sources import modelscope
 from shardproof.data.sources.hub import silence_of
 from shardproof.errors import ConfigError
 
-# Files of a model that was there before, which a loader would take for this one's.
+# Files of a previous model in the repository, which a loader would mistake for files of this one.
 OUTDATED = [
     *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "mtp.safetensors"),
     *("pytorch_model*.bin", "pytorch_model.bin.index.json", "adapter_model.*", "adapter_config.json"),
@@ -31,18 +31,18 @@ class Target(Protocol):
         """Put the files of a folder there. Returns its address.
 
         Raises:
-            ConfigError: the hub does not take them.
+            ConfigError: the hub refuses them.
         """
         ...
 
 
 def target(named: str, private: bool, token: str | None) -> Target:
-    """Where `named` is, once the hub has said that this token may write there.
+    """The repository `named`, once the hub has confirmed that this token may write there.
 
     Args:
         named: `OWNER/NAME` of Hugging Face's hub, or `MS::OWNER/NAME` of ModelScope's.
-        private: whether nobody else may see it.
-        token: None for the one that the client of the hub knows, by its variable or as a user has logged in.
+        private: whether the repository is to be private.
+        token: None for the one that the hub's client knows, from its variable or a login.
 
     Raises:
         ConfigError: there is no token, it may not write there, or the hub does not answer.
@@ -56,7 +56,8 @@ def target(named: str, private: bool, token: str | None) -> Target:
 
 
 class OnHuggingFace:
-    """A repository of Hugging Face's hub, or of one at HF_ENDPOINT. Arguments, and what is raised, as of `target`."""
+    """A repository on the Hugging Face hub, or on the hub at HF_ENDPOINT. Arguments and errors are those of
+    `target`."""
 
     def __init__(self, name: str, private: bool, token: str | None) -> None:
         from huggingface_hub import HfApi, get_token
@@ -66,8 +67,8 @@ class OnHuggingFace:
         token = token or get_token()
         if not token:
             raise ConfigError(
-                f"--push-to-hub {name}: there is no token. Set HF_TOKEN, or log in with 'hf auth login'; create one"
-                f" that may write at {endpoint()}/settings/tokens."
+                f"--push-to-hub {name}: there is no token. Set HF_TOKEN, or log in with 'hf auth login'; create one "
+                f"with write permission at {endpoint()}/settings/tokens."
             )
         _check_answers(name, endpoint())
         self._api = HfApi(endpoint=endpoint(), token=token)
@@ -76,17 +77,17 @@ class OnHuggingFace:
             return
         try:
             if not _asked(
-                name, "does not show it", lambda: self._api.model_info(name), RepositoryNotFoundError
+                name, "does not show the repository", lambda: self._api.model_info(name), RepositoryNotFoundError
             ).private:
                 raise ConfigError(
                     f"--push-to-hub {name} --private: it already exists and is public. Make it private on"
-                    f" {self._address}/settings, or name another one."
+                    f" {self._address}/settings, or choose another name."
                 )
         except RepositoryNotFoundError:
             pass
 
     def push(self, folder: Path) -> str:
-        """As of `Target`."""
+        """See `Target.push`."""
 
         def work() -> None:
             self._api.create_repo(self._name, private=self._private or None, exist_ok=True)
@@ -99,7 +100,7 @@ class OnHuggingFace:
 
 
 class OnModelScope:
-    """The same of ModelScope's hub."""
+    """A repository on ModelScope's hub."""
 
     def __init__(self, name: str, private: bool, token: str | None) -> None:
         named, address = f"{modelscope.PREFIX}{name}", modelscope.endpoint()
@@ -114,20 +115,20 @@ class OnModelScope:
         _check_answers(named, address)
         self._api = HubApi(token=token)
         _asked(named, "does not take this token (MODELSCOPE_API_TOKEN, or --hub-token)", self._api.whoami)
-        there = _asked(named, "does not show it", lambda: self._api.repo_exists(name, "model"))
+        there = _asked(named, "does not show the repository", lambda: self._api.repo_exists(name, "model"))
         self._new = None if there else "private" if private else "public"
         if (
             there
             and private
-            and not _asked(named, "does not show it", lambda: self._api.get_repo(name, "model")).private
+            and not _asked(named, "does not show the repository", lambda: self._api.get_repo(name, "model")).private
         ):
             raise ConfigError(
                 f"--push-to-hub {named} --private: it already exists and is public. Make it private on {self._address},"
-                " or name another one."
+                " or choose another name."
             )
 
     def push(self, folder: Path) -> str:
-        """As of `Target`."""
+        """See `Target.push`."""
 
         def work() -> None:
             if self._new is not None:
@@ -144,7 +145,7 @@ def _check_answers(named: str, address: str) -> None:
 
 
 def _check_role(name: str, said: dict[str, Any]) -> None:
-    """Raise ConfigError for a token that may not write there, by what the hub says of it."""
+    """Raise ConfigError for a token that may not write there, according to the hub."""
     owner, user = name.partition("/")[0], str(said.get("name"))
     token = (said.get("auth") or {}).get("accessToken") or {}
     orgs = {str(org.get("name")): org.get("roleInOrg") for org in said.get("orgs") or ()}
@@ -153,13 +154,13 @@ def _check_role(name: str, said: dict[str, Any]) -> None:
         raise ConfigError(f"--push-to-hub {name}: the token belongs to {user}{member}, not to {owner}.")
     role = token.get("role")
     if role == "read" or (role == "fineGrained" and not _grants(token.get("fineGrained") or {}, owner, name)):
-        raise ConfigError(f"--push-to-hub {name}: the token may read but not write there. Create one that may write.")
+        raise ConfigError(f"--push-to-hub {name}: the token may read but not write. Create one with write permission.")
     if any(org.casefold() == owner.casefold() and held in ("read", "no_access") for org, held in orgs.items()):
-        raise ConfigError(f"--push-to-hub {name}: {user} may read the repositories of {owner} but not write there.")
+        raise ConfigError(f"--push-to-hub {name}: {user} may read but not write the repositories of {owner}.")
 
 
 def _grants(fine: dict[str, Any], owner: str, name: str) -> bool:
-    """Whether a token that says what it may do says so of this repository, or of all of its owner's."""
+    """Whether a fine-grained token may write to this repository, or to all of its owner's."""
     mine = {owner.casefold(), name.casefold()}
     scoped: Iterable[dict[str, Any]] = fine.get("scoped") or ()
     return any(
@@ -170,21 +171,21 @@ def _grants(fine: dict[str, Any], owner: str, name: str) -> bool:
 
 
 def _asked(named: str, refused: str, ask: Callable[[], T], but: type[Exception] | tuple[()] = ()) -> T:
-    """What a hub answers; `but`: an error that says something, too."""
+    """The hub's answer; `but`: an error that is an answer, too."""
     try:
         return ask()
     except but:
         raise
-    except Exception as error:  # of its client, of the network
+    except Exception as error:  # from its client, the network
         raise ConfigError(f"--push-to-hub {named}: the hub {refused}: {_first(error)}") from None
 
 
 def _pushed(named: str, folder: Path, again: str, work: Callable[[], None]) -> None:
     try:
         work()
-    except Exception as error:  # of its client, of the network, of the disk
+    except Exception as error:  # from its client, the network, the disk
         raise ConfigError(
-            f"{folder} is written, but was not pushed to {named}: {_first(error)}\nPush it with: {again}"
+            f"{folder} was written, but could not be pushed to {named}: {_first(error)}\nPush it with: {again}"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Environment and logging of the libraries below: they say nothing a user can do nothing about."""
+"""Environment and logging of the libraries below: silences messages that a user can do nothing about."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BARS = ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS", "TQ
 
 
 def before_imports(local: bool, verbose: bool) -> None:
-    """Settings that libraries read while they are imported. What the user has set stays."""
+    """Settings that libraries read while they are imported. Variables that the user has set are kept."""
     if local:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -19,7 +19,7 @@ def before_imports(local: bool, verbose: bool) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        if local or os.environ.get("LOCAL_RANK", "0") != "0":  # else one process shows what is fetched
+        if local or os.environ.get("LOCAL_RANK", "0") != "0":  # otherwise one process shows download progress
             for name in BARS:
                 os.environ.setdefault(name, "1")
         warnings.simplefilter("ignore")
@@ -35,5 +35,5 @@ def after_imports(verbose: bool) -> None:
     transformers_logging.disable_progress_bar()
     for name in ("accelerate", "datasets", "peft", "torch", "httpx", "trl"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # Where DeepSpeed is installed, saving a model imports it, and it then sets a level of its own.
+    # If DeepSpeed is installed, saving a model imports it, which sets its own log level.
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)

@@ -1,4 +1,4 @@
-"""`shardproof report RUN_DIR ...`: one page that shows runs."""
+"""`shardproof report RUN_DIR ...`: write one page that shows runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shardproof.cli.options import Parser
 from shardproof.errors import ConfigError
 
 DESCRIPTION = """Write one HTML page that shows runs: losses and rewards, learning rate, gradient norm, throughput,
-memory and bytes on the wire of each rank, the timeline of one step, answers, configuration; of several runs, what
-differs. The page needs no network and no other file."""
+memory and bytes on the wire of each rank, the timeline of one step, answers, configuration; for several runs, their
+differences. The page needs no network and no other file."""
 
 
 def parser() -> Parser:
@@ -49,7 +49,7 @@ def run_folders(names: Sequence[str]) -> list[Path]:
     """The folders, each once.
 
     Raises:
-        ConfigError: one is not there, or holds no run.
+        ConfigError: one does not exist, or holds no run.
     """
     from shardproof.report.run_folder import is_run
 
@@ -67,7 +67,7 @@ def run_folders(names: Sequence[str]) -> list[Path]:
 
 
 def _runs_beside(folder: Path) -> str:
-    """Runs that may have been meant."""
+    """A hint at runs that may have been meant."""
     from shardproof.report.run_folder import is_run
 
     around = folder.parent

@@ -1,4 +1,4 @@
-"""`shardproof rlhf`: train on preferences, or on rewards for what the model writes."""
+"""`shardproof rlhf`: train on preferences, or on rewards for generated answers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from shardproof.cli import options, training
 from shardproof.train.options.rlhf_config import RlhfConfig
 
-DESCRIPTION = """Train a language model on preferences (dpo, kto, orpo, simpo, cpo), make a reward model (rm), let the
-model write and reward what it wrote (grpo, rloo, ppo), or let it learn from a teacher (gkd).
-'shardproof rlhf run.yaml' reads options from a file; what stands on the command line wins."""
+DESCRIPTION = """Train a language model on preferences (dpo, kto, orpo, simpo, cpo), train a reward model (rm), reward
+answers that the model generates (grpo, rloo, ppo), or distil a teacher (gkd). 'shardproof rlhf run.yaml' reads options
+from a file; the command line takes precedence."""
 
 
 def parser() -> options.Parser:

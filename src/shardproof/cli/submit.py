@@ -101,13 +101,13 @@ def run(argv: Sequence[str]) -> int:
 
 
 def check_command(command: Sequence[str], config: SubmitConfig) -> int:
-    """Read the command as the nodes will; whether its files are there, only they can know. Returns its --max-restarts.
+    """Read the command as the nodes will; only they can check whether its files exist. Returns its --max-restarts.
 
     Raises:
-        ConfigError: it is none of those that train, its options are wrong, or its rows cannot be dealt out.
+        ConfigError: it is not a training command, its options are wrong, or its rows cannot be distributed.
     """
     if not command or command[0] not in COMMANDS:
-        raise ConfigError(f"What runs on the nodes is {' or '.join(COMMANDS)}, not {(*command, 'nothing')[0]!r}.")
+        raise ConfigError(f"The nodes can run {' or '.join(COMMANDS)}, not {(*command, 'nothing')[0]!r}.")
     from shardproof.cli.training import parse
     from shardproof.train.checks.contradictions import check_together
     from shardproof.train.checks.named import check_named
@@ -119,27 +119,26 @@ def check_command(command: Sequence[str], config: SubmitConfig) -> int:
     on_line = any(word.partition("=")[0] == "--nproc" for word in options.hyphenated(command))
     if on_line or ("nproc" in given and read.nproc != config.nproc):
         raise ConfigError(
-            "--nproc says how many processes a node has: give it to submit, in front of the command:"
-            f" --nproc {read.nproc}"
+            f"--nproc is the number of processes per node: give it to submit, before the command: --nproc {read.nproc}"
         )
     nodes = (read.nnodes or str(config.nodes)).rpartition(":")[2]
     told = [name for name in ("node_rank", "master_addr", "master_port") if getattr(read, name) is not None]
     for name in ["nnodes"] * (nodes != str(config.nodes)) + told:
         raise ConfigError(
-            f"{options.flag(name)} {getattr(read, name)} of the command: the job tells each node which it is of how"
-            f" many (--nodes {config.nodes}), and where the others are. Leave it out."
+            f"{options.flag(name)} {getattr(read, name)} in the command: the job tells each node its rank, the number "
+            f"of nodes (--nodes {config.nodes}) and their address. Leave it out."
         )
     if read.resume is None:
         check_named(read)
     check_together(read.model_copy(update=OF_NODES))
     read.batch(config.nodes * config.nproc)
     if read.output_dir is None:
-        raise ConfigError("--output-dir is missing: all nodes write into one folder, on a file system they share.")
+        raise ConfigError("--output-dir is missing: all nodes write into one folder, on a shared file system.")
     return read.max_restarts
 
 
 def batch_script(config: SubmitConfig, command: Sequence[str]) -> str:
-    """A script for sbatch: one task a node, which starts its processes."""
+    """A script for sbatch: one task per node, which starts the node's processes."""
     asked = {
         "job-name": config.name,
         "nodes": config.nodes,
@@ -155,7 +154,7 @@ def batch_script(config: SubmitConfig, command: Sequence[str]) -> str:
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in asked.items() if value is not None]
     lines += [f"#SBATCH {option}" for option in config.slurm]
-    lines += ["set -eo pipefail", "", *config.setup, "set -u"]  # what activates environments reads unset variables
+    lines += ["set -eo pipefail", "", *config.setup, "set -u"]  # activating environments reads unset variables
     lines += [f"export {name}={shlex.quote(value)}" for name, value in config.env.items()]
     told = [
         'export NNODES="$SLURM_JOB_NUM_NODES"',
@@ -163,7 +162,7 @@ def batch_script(config: SubmitConfig, command: Sequence[str]) -> str:
         'export MASTER_PORT="$((20000 + SLURM_JOB_ID % 20000))"',
     ]
     each = f'NODE_RANK="$SLURM_NODEID" exec {shlex.join(["shardproof", *command, "--nproc", str(config.nproc)])}'
-    # Since 22.05 srun does not take over how many cores sbatch was asked for: a task would have one.
+    # Since 22.05 srun does not inherit the number of cores from sbatch: a task would have one.
     cores = "" if config.cpus is None else f" --cpus-per-task={config.cpus}"
     return "\n".join([*lines, *told, "", f"srun --kill-on-bad-exit=1{cores} bash -c {shlex.quote(each)}", ""])
 
@@ -171,8 +170,8 @@ def batch_script(config: SubmitConfig, command: Sequence[str]) -> str:
 def train_job(config: SubmitConfig, command: Sequence[str], restarts: int = 0) -> str:
     """A TrainJob of Kubeflow Trainer (trainer.kubeflow.org/v1alpha1), as YAML.
 
-    Its torch plugin tells torchrun by PET_ variables where the nodes are. By itself torchrun meets there once: where it
-    is to start ranks again, it has to be told how to meet again.
+    Its torch plugin tells torchrun in PET_ variables where the nodes are. By default torchrun performs one rendezvous
+    there: if it is to restart ranks, it has to be told how to meet again.
     """
     import yaml
 
@@ -206,7 +205,7 @@ def train_job(config: SubmitConfig, command: Sequence[str], restarts: int = 0) -
 
 
 def _literal(word: str) -> str:
-    """Kubernetes puts the value of a variable in the place of `$(NAME)`, and one dollar in that of two."""
+    """Escape a word: Kubernetes replaces `$(NAME)` by the value of a variable, and two dollars by one."""
     return re.sub(r"\$(?=[$(])", "$$", word)
 
 
@@ -218,7 +217,7 @@ def _from_secret(name: str, source: str) -> dict[str, Any]:
 
 
 def _volumes(claims: dict[str, str]) -> dict[str, Any]:
-    """A patch of the runtime's pods: `node` is what the torch runtime calls its job and its container."""
+    """A patch for the runtime's pods: `node` is the torch runtime's name for its job and its container."""
     for claim, path in claims.items():
         if not path.startswith("/"):
             raise ConfigError(f"--volume {claim}={path}: the path in the container must begin with a slash.")

@@ -1,4 +1,4 @@
-"""The option table of every command, for those that only read it: shell completion, the pages of the site, tests."""
+"""The option table of every command, for code that only reads it: shell completion, the pages of the site, tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from shardproof.cli.options import Parser
 
 
 def parser_of(command: str) -> Parser:
-    """The parser that `command` reads its words with; a new one each time."""
+    """A new instance of the parser of `command`."""
     made: Parser = importlib.import_module(f"shardproof.cli.{command}").parser()
     return made

@@ -1,4 +1,4 @@
-"""What the commands that train share: options from a file and the command line, checks, launch, and what is said."""
+"""What the commands that train share: options from a file and the command line, checks, launch, and printed lines."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def parse(
 
 
 def read(model: type[Config], found: dict[str, Any], argv: Sequence[str], prog: str) -> tuple[Config, set[str]]:
-    """The same for the words given to `prog`, with its file, the resumed run, and variables."""
+    """The same from the arguments of `prog`, including its file, the resumed run, and variables."""
     for source in found.get("dataset", []):
         if source.endswith((".yaml", ".yml")):
-            raise ConfigError(f"--dataset {source}: a file of options stands first: {prog} {source} ...")
+            raise ConfigError(f"--dataset {source}: a file of options comes first: {prog} {source} ...")
     told = of_towers(argv, found.get("run_file") or found.get("config"))
     values = options.take_run_file(found, model)
     values |= found
@@ -74,12 +74,12 @@ def read(model: type[Config], found: dict[str, Any], argv: Sequence[str], prog: 
     default = {} if "precision" in values else {"precision": precision_here()}
     config = options.build(model, default | values)
     config.model_fields_set.update(told)
-    config.model_fields_set.difference_update({*SIZES} - given)  # those of a run that goes on may fit other processes
+    config.model_fields_set.difference_update({*SIZES} - given)  # resumed sizes may fit other processes
     return begun(placed(config)), given
 
 
 def _of_resumed(values: dict[str, Any], model: type[RunConfig]) -> dict[str, Any]:
-    """The options of the run that --resume names, where neither a model nor rows are named; none where there is no such
+    """The options of the run that --resume names, if neither a model nor rows are named; empty if there is no such
     run."""
     file = options_of_resumed(values["resume"], values.get("output_dir"))
     if file is None:
@@ -127,7 +127,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
     world_size = outer or config.nproc
     here = int(os.environ.get("LOCAL_WORLD_SIZE", outer or 0))
     if config.launcher == "ray":
-        here = world_size  # its --nproc counts the processes of all nodes
+        here = world_size  # the processes of all nodes
     if outer and "nproc" in given and config.nproc != here:
         raise ConfigError(f"--nproc {config.nproc}, but {here} processes were started here already: leave --nproc out.")
     config = with_folder(config.model_copy(update={"nproc": world_size}))
@@ -138,7 +138,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
             before_imports(run_is_here(config), config.verbose)
             check_plugins(config)
         except ShardproofError as problem:
-            if not several():  # all ranks have found the same
+            if not several():  # all ranks found the same problem
                 raise
             return Start(config, problem)
         return Start(config)
@@ -155,7 +155,7 @@ def start(config: RunConfig, given: set[str], ask: str | None = None) -> int:
         with folder.discarded_if_it_fails():
             _say_prepared(prepared)
             if (world_size > 1 or config.max_restarts) and launch.forks():
-                recipe_of(config).import_libraries(config)  # paid once, for all ranks
+                recipe_of(config).import_libraries(config)  # imported once, for all ranks
             raise_again()
             code = launch_run(work, prepared, world_size)
     except (Exception, KeyboardInterrupt) as problem:
@@ -177,7 +177,7 @@ def _prepare(config: RunConfig, world_size: int, forking: bool) -> Prepared:
     from shardproof.report.terminal import Share
 
     config, recipe = with_rows_a_step(config, world_size), recipe_of(config)
-    rows = recipe.read(config)  # a bad row is told before torch is there
+    rows = recipe.read(config)  # reports a bad row before torch is imported
     _say_plan(config, recipe.check(config, world_size), *rows)
     if forking:
         use_threads(1)  # a pool of OpenMP threads does not survive a fork
@@ -187,7 +187,7 @@ def _prepare(config: RunConfig, world_size: int, forking: bool) -> Prepared:
 
 
 def work(prepared: Prepared, signals: Sequence[int]) -> int:
-    """What each rank does. The process group is made here, so that it is ours to end.
+    """The work of each rank. It makes the process group, so it also destroys it.
 
     Returns: which of `signals` ended it early, or 0.
     """
@@ -199,9 +199,9 @@ def work(prepared: Prepared, signals: Sequence[int]) -> int:
 
     if restarts():
         prepared = again(prepared, int(os.environ["WORLD_SIZE"]))
-    before_imports(False, prepared.config.verbose)  # a spawned process starts from nothing
+    before_imports(False, prepared.config.verbose)  # a spawned process starts afresh
     after_imports(prepared.config.verbose)
-    # Rows were encoded by threads that a fork does not take along: processes that read rows would wait for them.
+    # Rows were encoded by threads, which do not survive a fork: processes that read rows would wait for them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     rank = int(os.environ.get("RANK", "0"))
     distributed = "RANK" in os.environ
@@ -242,7 +242,7 @@ def _under_torchrun(first_time: Start, resumed: Start, world_size: int, started:
     if first:
         try:
             prepared = _prepare(config, world_size, forking=False)
-            if several():  # other launchers may have been begun in other folders
+            if several():  # other launchers may have been started in other folders
                 prepared.folder = prepared.folder.absolute()
                 prepared.starts = [start.absolute() for start in prepared.starts]
             parcel = [prepared, None]
@@ -267,7 +267,7 @@ def _under_torchrun(first_time: Start, resumed: Start, world_size: int, started:
             if first:
                 _say_what_is_left(prepared, exit_code(problem))
             raise
-    if first and stopped:  # other ranks have ended, so that the launcher asks this one to
+    if first and stopped:  # other ranks have ended, so the launcher tells this one to end too
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if first and prepared.lock is not None:
         prepared.lock.release()
@@ -276,7 +276,7 @@ def _under_torchrun(first_time: Start, resumed: Start, world_size: int, started:
 
 
 def _say_plan(config: RunConfig, batch: Batch, rows: Any, val_rows: Any) -> None:
-    """What is about to be done, as soon as it is known that it can be."""
+    """Print what is about to be done, as soon as all checks have passed."""
     from shardproof.data.rows import SHOWN
     from shardproof.report.terminal import table
 
@@ -292,7 +292,7 @@ def _say_plan(config: RunConfig, batch: Batch, rows: Any, val_rows: Any) -> None
         *([("mixed", rows.shares())] if config.interleave_prob and hasattr(rows, "shares") else []),
         ("batch", str(batch)),
         ("sharding", f"stage {config.stage} on {config.nproc} process(es){copies}"),
-        *([("compiled", "each block, in the first steps, for minutes without a word")] if config.compile else []),
+        *([("compiled", "each block, in the first steps: minutes without output")] if config.compile else []),
     ]
     print(table(lines), flush=True)
 
@@ -306,7 +306,7 @@ def _say_prepared(prepared: Prepared) -> None:
     if (experts := getattr(prepared, "experts", None)) is not None:
         lines.append(("experts", str(experts.report)))
     if packed := unpacked_from(prepared.model):
-        lines.append(("unpacked", f"weights that the model's files have packed ({packed})"))
+        lines.append(("unpacked", f"weights that are packed in the model's files ({packed})"))
     if prepared.val_rows is not None and getattr(prepared.val_rows.report, "dropped", None):
         lines.append(("held out", str(prepared.val_rows.report)))
     if prepared.skipped:
@@ -314,9 +314,7 @@ def _say_prepared(prepared: Prepared) -> None:
         lines.append(("skipped", f"{len(prepared.skipped):,} bad row(s), listed in {SKIPPED}: {first}"))
     lines.append(("output", f"{prepared.folder}, {prepared.steps:,} step{'s' * (prepared.steps != 1)}"))
     if learns_nothing(prepared):
-        lines.append(
-            ("rate", "0 in its only step, which warms up, so that nothing is learnt; not with --warmup-steps 0")
-        )
+        lines.append(("rate", "0 in the only step, which is warm-up, so nothing is learned; give --warmup-steps 0"))
     if prepared.starts:
         lines.append(("resumed", f"from {prepared.starts[0]}"))
     print(table(lines), flush=True)
@@ -333,16 +331,16 @@ def _finish(prepared: Prepared, started: float, code: int, ask: str | None = Non
         draw_loss(folder.metrics, folder.picture, f"{config.model}, stage {config.stage} on {config.nproc}")
     shutil.rmtree(folder.rows, ignore_errors=True)
     if config.tuner == "full":
-        shutil.rmtree(folder.base, ignore_errors=True)  # what --model tiny began with
+        shutil.rmtree(folder.base, ignore_errors=True)  # the initial weights of --model tiny
     if ask and not code:
         _ask(folder, ask)
     duration = clock(time.perf_counter() - started)
-    # Which was told. Where its checkpoint is damaged it takes steps again from an earlier one.
+    # This was reported already. If its checkpoint is damaged, the run repeats steps from an earlier one.
     at_end = any(at_its_end(start, prepared.steps, config) for start in prepared.starts[:1])
     if code or not at_end or folder.checksum_of_steps() != prepared.logged:
         print(f"stopped after step {folder.last_step()} of {prepared.steps}" if code else f"done in {duration}")
     if code and not config.writes_checkpoints:
-        print("there is no checkpoint to resume from: --save-steps N would have written one")
+        print("there is no checkpoint to resume from; --save-steps N would have written one")
     elif code and (newest := folder.newest_checkpoint()):
         print(way_on(config, newest, restarted=restarts() > 0))
     if not code and config.early_stop and folder.last_step() < prepared.steps:
@@ -365,12 +363,12 @@ def _say_what_is_left(prepared: Prepared, code: int) -> None:
 
     restore()
     folder = RunFolder(prepared.folder)
-    if folder.model.exists() and folder.last_step() >= prepared.steps:  # an evaluation failed
+    if folder.model.exists() and folder.last_step() >= prepared.steps:  # only an evaluation failed
         print(f"\nweights: {folder.model}", file=sys.stderr)
     elif step := folder.last_step():
         newest, config, failed = folder.newest_checkpoint(), prepared.config, code == USER_ERROR
         if newest:
-            left = way_on(config, newest, "when that is mended, " if failed else "", restarts() > 0)
+            left = way_on(config, newest, "when that is fixed, " if failed else "", restarts() > 0)
         else:
             left = without_checkpoint(config, prepared.starts[0] if prepared.starts else None, failed)
         print(f"\nended after step {step} without saving weights; its log is in {folder.path}\n{left}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`shardproof verify`: whether a run gives the numbers of one process."""
+"""`shardproof verify`: check that a run matches a single process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from shardproof.train.run import recipe_of
 if TYPE_CHECKING:
     from shardproof.doctor.verify import Verdict
 
-DESCRIPTION = """Run the first steps of a fine-tuning run in one process and at its stage and number of processes, from
-the same options, and say at which step and parameter they first differ. Nothing is saved. Exit code 1 if they do.
+DESCRIPTION = """Run the first steps of a fine-tuning run in one process, and again at its stage and number of
+processes, and report the step and parameter at which they first differ. Nothing is saved. Exit code 1 if they differ.
 With --rlhf-type, given or in run.yaml, it is a run of 'shardproof rlhf' and takes its options."""
 
 Config = VerifyConfig | RlhfVerifyConfig
@@ -36,12 +36,12 @@ def parser() -> options.Parser:
 
 
 def taken_at_once(config: Any, batch: Any) -> dict[str, int]:
-    """Options that make one process take the rows of all ranks at once, where the loss depends on all of them.
+    """Options that make one process take the rows of all ranks at once, if the loss depends on all of them.
 
     Raises:
         ConfigError: runs of this kind cannot be compared.
     """
-    together, of_all = {"sequence_parallel": 1}, config.recipe == "embedding"  # a row's negatives are those of all
+    together, of_all = {"sequence_parallel": 1}, config.recipe == "embedding"  # a row's negatives come from all ranks
     if isinstance(config, RlhfVerifyConfig):
         from shardproof.doctor.checks.rlhf_checks import TOGETHER, check_verifiable
 
@@ -84,7 +84,7 @@ def run(argv: Sequence[str]) -> int:
             **together,
         )
         many = short_run(config, batch, config.nproc, config.steps, str(Path(folder) / "together"))
-        os.environ["OMP_NUM_THREADS"] = "1"  # another number of threads adds in another order
+        os.environ["OMP_NUM_THREADS"] = "1"  # another number of threads changes the order of sums
         runs = [prepared_run(each, rows) for each in (alone, many)]
         if launch.forks():
             recipe.import_libraries(config)

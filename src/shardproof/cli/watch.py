@@ -1,4 +1,4 @@
-"""`shardproof watch RUN_DIR`: a run in the browser while it trains."""
+"""`shardproof watch RUN_DIR`: show a run in the browser while it trains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardproof.cli.report import run_folders
 from shardproof.errors import ConfigError
 
 DESCRIPTION = (
-    """Serve the page of 'shardproof report' on this machine; it follows the run while it trains. Ctrl-C ends."""
+    """Serve the page of 'shardproof report' on this machine; it follows the run while it trains. Ctrl-C quits."""
 )
 PORT = 7007
 MOST = 65535
@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
         signal.signal(number, lambda *_: ended.set())
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True)
     thread.start()
-    print(f"watching {', '.join(map(str, folders))}\n{server.address}   (Ctrl-C ends)", flush=True)
+    print(f"watching {', '.join(map(str, folders))}\n{server.address}   (Ctrl-C quits)", flush=True)
     ended.wait()
     server.shutdown()
     server.server_close()
@@ -78,4 +78,4 @@ def _server(folders: Any, host: str, port: int | None, anybody: bool) -> Any:
             return PageServer(folders, host, 0, anybody)
     except OSError as error:
         what = f"--host {host}" if port is None else f"--port {port} of {host}"
-        raise ConfigError(f"{what} cannot be used: {error.strerror or error}. Name another one.") from error
+        raise ConfigError(f"{what} cannot be used: {error.strerror or error}. Choose another one.") from error

@@ -1,4 +1,4 @@
-"""What `verify` and `doctor` share: whose run it is, prepared in a folder of its own and watched on its ranks."""
+"""What `verify` and `doctor` share: a run that is prepared in its own folder and observed on its ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def recipe_class(argv: Sequence[str], of_sft: type[Any], of_rlhf: type[Any]) -> type[Any]:
-    """Which options a command for runs of both recipes has: those of rlhf where --rlhf-type stands in the words, in the
+    """Which options a command for runs of both recipes has: those of rlhf if --rlhf-type is in its arguments, in the
     file of options that they name, or in the run that --resume names."""
     first: list[str] = []
     given = dict(split_options(options.hyphenated(argv), first))
@@ -37,10 +37,10 @@ def recipe_class(argv: Sequence[str], of_sft: type[Any], of_rlhf: type[Any]) -> 
 
 
 def prepared_run(config: RunConfig, rows: Any) -> Prepared:
-    """The run of `config` on rows that were read; its output folder must be one that nobody misses.
+    """The run of `config` on rows already read; its output folder must be a temporary one.
 
     Raises:
-        ConfigError, DataError: what a run would be refused for.
+        ConfigError, DataError: the run would be refused.
     """
     recipe = recipe_of(config)
     prepared = recipe.prepare(config, config.nproc, rows, None)
@@ -51,12 +51,12 @@ def prepared_run(config: RunConfig, rows: Any) -> Prepared:
 
 
 def work(prepared: Prepared, watch: Callable[..., None], args: tuple[Any, ...]) -> int:
-    """What each rank does: make the process group, then `watch(prepared, *args)`."""
+    """The work of each rank: make the process group, then `watch(prepared, *args)`."""
     import torch
 
     from shardproof.zero.comm.world import start_group
 
-    before_imports(False, prepared.config.verbose)  # a spawned process starts from nothing
+    before_imports(False, prepared.config.verbose)  # a spawned process starts afresh
     after_imports(prepared.config.verbose)
     start_group()
     watch(prepared, *args)

@@ -1,6 +1,6 @@
-"""A YAML file of options, each with the line on which it stands.
+"""A YAML file of options, each with its line.
 
-Read as YAML 1.2 where the two versions differ in what people write: 1e-4 is a number.
+Read as YAML 1.2 where the versions differ in practice: 1e-4 is a number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardproof.errors import ConfigError
 
 
 class Loader(yaml.SafeLoader):
-    """PyYAML takes 1e-4 for text, for it has no point."""
+    """A loader that reads 1e-4 as a number; PyYAML takes it for text, since it has no point."""
 
 
 Loader.add_implicit_resolver(
@@ -25,7 +25,7 @@ Loader.add_implicit_resolver(
 
 
 def named(path: str) -> Path:
-    """The file of options of this name.
+    """The file of options with this name.
 
     Raises:
         ConfigError: there is none.
@@ -38,7 +38,7 @@ def named(path: str) -> Path:
 
 
 def entries(path: str) -> Iterator[tuple[int, str, str, Any]]:
-    """Line, name, value as it is written, and value of every option in the file.
+    """Line, name, value as written, and parsed value of every option in the file.
 
     Raises:
         ConfigError: there is no such file, it is not YAML, or holds no options.
@@ -52,7 +52,7 @@ def entries(path: str) -> Iterator[tuple[int, str, str, Any]]:
             return
         if not isinstance(root, yaml.MappingNode):
             found = "a list" if isinstance(root, yaml.SequenceNode) else "one value"
-            raise ConfigError(f"{path} must hold options, one 'name: value' a line; it holds {found}.")
+            raise ConfigError(f"{path} must hold options, one 'name: value' per line; it holds {found}.")
         for key, node in root.value:
             raw = text[node.start_mark.index : node.end_mark.index].strip().splitlines()
             shown = raw[0] + " ..." * (len(raw) > 1) if raw else ""

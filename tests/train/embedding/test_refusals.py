@@ -126,7 +126,7 @@ def test_rows_are_shown(files, models, capsys) -> None:
     assert first.endswith("tokens, label 1.0")
     assert query == f"[CLS] {row['messages'][0]['content']} [SEP]"
     assert positive.startswith("[CLS] ")
-    assert last.startswith("--- of all rows: 21 rows of ")
+    assert last.startswith("--- all rows: 21 rows of ")
 
 
 @pytest.mark.parametrize("model", ["decoder", "encoder"])

@@ -137,7 +137,7 @@ def test_rows_are_shown_with_their_labels(files, models, capsys) -> None:
     first, *_, last = capsys.readouterr().out.strip().splitlines()
     label = json.loads(files["named"].read_text().splitlines()[0])["label"]
     assert first.endswith(f"tokens, label {label}")
-    assert last.startswith("--- of all rows: 21 rows")
+    assert last.startswith("--- all rows: 21 rows")
     assert f"{label} " in last.partition("labels: ")[2]
 
 
