@@ -129,7 +129,7 @@ def test_a_mistake_in_a_shell(tmp_path, argv: list[str], text: str) -> None:
         (["plan", "--rlhf-type", "dpo"], "--rlhf-type is an option of 'shardproof doctor'."),
         (["sft", "missing.yaml"], "There is no file missing.yaml"),
         (["rlhf", "dpo", "--model", "m"], "Did you mean --rlhf-type dpo?"),
-        (["verify", "sft", "--model", "m"], "There is no file sft. Leave sft out: the options of the run"),
+        (["verify", "sft", "--model", "m"], "There is no file sft. Leave sft out: the run's options"),
         (["doctor", "rlhf", "--model", "m"], "--rlhf-type makes it a run of rlhf"),
         (
             ["sft", "rows.jsonl", "--model", "m"],

@@ -157,7 +157,7 @@ def test_a_switch_may_stand_alone_or_with_a_value() -> None:
         (["--lr-scheduler-kwargs", "min_lr=x"], "should be pairs of a name and a number"),
         (["--stage"], "expected one argument"),
         (["a.yaml", "b.yaml"], "b.yaml"),
-        (["--dataset", "run.yaml"], "stands first"),
+        (["--dataset", "run.yaml"], "comes first"),
     ],
 )
 def test_what_cannot_be_is_named(argv: list[str], text: str) -> None:

@@ -289,7 +289,7 @@ def test_commands_of_ms_swift_push_so(capsys: pytest.CaptureFixture[str]) -> Non
     named = "--push_to_hub true --hub_model_id me/mine --hub_private_repo true --hub_token hf_writes"
     command, notes, missing = swift.translate(f"swift export --adapters run --merge_lora true {named}")
     assert command == "shardproof export run run-merged --private true --push-to-hub MS::me/mine"
-    assert "--hub-token is left out: HF_TOKEN says it, which no list of processes shows" in notes
+    assert "--hub-token is left out: set HF_TOKEN, which does not show up in process lists" in notes
     assert not missing
     command, notes, missing = swift.translate("swift export --model m --push_to_hub false --hub_model_id me/mine")
     assert command == "shardproof export m m-merged"

@@ -80,16 +80,16 @@ def test_a_command_is_translated_with_the_defaults_that_differ():
     assert notes == [
         hubs.TOLD,
         "--dataloader-num-workers is left out: rows are encoded before",
-        "CUDA_VISIBLE_DEVICES=0 means the same here: put it in front",
+        "CUDA_VISIBLE_DEVICES=0 means the same here: put it before the command",
         "--eval-steps 50 is left out: there are no rows to evaluate on",
     ]
 
 
 def test_a_variable_with_another_meaning_has_no_equivalent():
     *_, missing = swift.translate("GENERATIVE_RERANKER_NEGATIVE_TOKEN=nein swift sft --model m --dataset d")
-    assert missing == ["GENERATIVE_RERANKER_NEGATIVE_TOKEN=nein: what happens here is 'no'"]
+    assert missing == ["GENERATIVE_RERANKER_NEGATIVE_TOKEN=nein: here it is always 'no'"]
     *_, missing = swift.translate("QWENVL_BBOX_FORMAT=new swift sft --model m --dataset d")
-    assert missing == ["QWENVL_BBOX_FORMAT=new: what happens here is 'legacy'"]
+    assert missing == ["QWENVL_BBOX_FORMAT=new: here it is always 'legacy'"]
     _, notes, missing = swift.translate("QWENVL_BBOX_FORMAT=legacy swift sft --model m --dataset d")
     assert missing == []
     assert not any("QWENVL" in note for note in notes)
@@ -317,15 +317,15 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--agent_template llama3", "--agent-template llama3: that is the form of a family of models, whose own chat"),
         ("--agent_template qwen_en_parallel", "--agent-template qwen_en_parallel: take qwen_en, which writes several"),
         ("--agent_template toolbench", "--agent-template toolbench: there is hermes, react_en"),
-        ("--reward_adapters run", "equivalent here; 'shardproof export RUN FOLDER' merges them"),
+        ("--reward_adapters run", "equivalent here; merge them with 'shardproof export RUN FOLDER'"),
         ("--resume_only_model true", "equivalent here; 'shardproof export CHECKPOINT FOLDER'"),
-        ("--reft_rank 8", "There is no option --reft-rank. It is of a tuner of ms-swift that is not here"),
-        ("--swanlab_mode local", "from a variable of its own: SWANLAB_PROJ_NAME"),
-        ("--lmdeploy_tp 2", "or by a vLLM server of its own"),
+        ("--reft_rank 8", "There is no option --reft-rank. It belongs to a tuner of ms-swift that does not exist here"),
+        ("--swanlab_mode local", "from its own variables: SWANLAB_PROJ_NAME"),
+        ("--lmdeploy_tp 2", "or by a separate vLLM server"),
         ("--num_beams 2", "'shardproof infer' generates"),
         ("--temperature 0.7", "'shardproof infer' generates"),
-        ('--columns \'{"a": "query", "b": "query"}\'', "--columns: 'a' and 'b' are both to be 'query'."),
-        ('--columns \'{"history": "-"}\'', "'history' is read where a row has it. Take that column out of the rows."),
+        ('--columns \'{"a": "query", "b": "query"}\'', "--columns: 'a' and 'b' are both mapped to 'query'."),
+        ('--columns \'{"history": "-"}\'', "'history' is read if a row has it. Remove that column from the rows."),
         ("--rope_scaling {oh", "--rope-scaling {oh is not a JSON object"),
         ("--task_type prm", "--task-type prm: an ms-swift option without an equivalent here; there is causal_lm, seq_"),
         ("--deepspeed zero7", "neither one of zero0 to zero3"),
@@ -334,7 +334,7 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--gradient_checkpointing_kwargs on", "not a JSON object"),
         ("--num_train_epoch 3", "Did you mean --num-train-epochs?"),
         ("--stage 3 --stage 2", "--stage stands there twice"),
-        ("--dataset a --dataset b", "several values follow one option"),
+        ("--dataset a --dataset b", "Give it once, with all its values"),
         ("--beta 0.1", "--beta is an option of 'shardproof rlhf'"),
         ("--vllm_gpu_memory_utilization 0.9", "is an option of 'shardproof rlhf'"),
         ("--vllm_max_num_seqs 2", "vllm serve"),
@@ -342,12 +342,12 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--galore_quantization true", "--galore-quantization true: an ms-swift option without an equivalent here"),
         (
             "--response_prefix '<think>'",
-            "'shardproof infer' has it; in training the template writes the beginning of every",
+            "'shardproof infer' has it; in training the template writes the start of every",
         ),
-        ("--train_dataloader_shuffle false", "equivalent here; rows are shuffled in each epoch, always"),
+        ("--train_dataloader_shuffle false", "equivalent here; rows are always shuffled in each epoch"),
         (
             "--train_sampling_strategy sequential",
-            "there is random and group_by_length: rows are shuffled",
+            "it takes random and group_by_length: rows are always shuffled",
         ),
         ("--norm_bbox none", "equivalent here; boxes are written in thousandths or in pixels"),
         (
@@ -374,7 +374,7 @@ def test_rows_of_rlhf_that_are_packed_there_go_without_padding(kind):
     assert not missing
     assert "--packing" not in command
     assert "--padding-free true" in command
-    assert any("--per-device-batch-size says, and there as many as fill --max-length" in note for note in notes)
+    assert any("--per-device-batch-size rows, in ms-swift as many as fill --max-length" in note for note in notes)
     assert "padding" not in swift.translate(f"{said} false")[0]
 
 
@@ -384,7 +384,7 @@ def test_answers_that_processes_share_are_brought_over():
     assert not missing
     assert "--sequence-parallel 4" in command
     assert {"--drop-last", "--padding-free"} & {*options(command)} == set()
-    assert "--drop-last true is left out: it would decide nothing" in notes
+    assert "--drop-last true is left out: it would have no effect" in notes
 
 
 def test_experts_are_balanced_by_the_weight_that_is_given():
@@ -412,11 +412,11 @@ def test_advantages_have_the_names_that_they_have_there():
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ("--multi_turn_scheduler math_tip_trick", "a scheduler becomes a class that answers of grpo call"),
-        ("--max_turns 3", "--max-turns N is then --max-tool-calling-iterations N-1"),
+        ("--multi_turn_scheduler math_tip_trick", "turn the scheduler into a class that grpo's answers call"),
+        ("--max_turns 3", "--max-turns N then becomes --max-tool-calling-iterations N-1"),
         ("--gym_env sudoku", "--environments FILE.py:CLASS lets answers of grpo act in a world"),
         ("--reward_model_plugin genrm", "for a generative judge write a function, --reward-funcs FILE.py"),
-        ("--teacher_tag_key subject", "there is one teacher: --teacher-model-server takes the address of one"),
+        ("--teacher_tag_key subject", "only one teacher is supported: --teacher-model-server takes its address"),
     ],
 )
 def test_what_is_done_in_another_way_is_told(said, told):
@@ -459,7 +459,10 @@ def test_a_teacher_of_tokens_is_brought_over():
 def test_what_is_done_in_towers_is_not_said_to_be_left_out():
     _, notes, missing = swift.translate("swift sft --model m --dataset d --vit_gradient_checkpointing false")
     assert missing == []
-    told = "--vit-gradient-checkpointing is left out: --gradient-checkpointing is of towers, too, and changes no number"
+    told = (
+        "--vit-gradient-checkpointing is left out: --gradient-checkpointing covers towers, too, and does not change"
+        " results"
+    )
     assert told in notes
 
 
@@ -472,7 +475,7 @@ def test_rlhf_says_how_a_teacher_is_sharded():
     assert (config.model_stages, config.model_offloads) == ({"teacher_model": 3}, {"teacher_model": "all"})
     config = training.parse(RlhfConfig, "", [*asked, "zero2_offload", "--offload_teacher_model", "true"])[0]
     assert (config.model_stages, config.model_offloads) == ({"teacher_model": 2}, {"teacher_model": "all"})
-    with pytest.raises(ConfigError, match="--model-offloads teacher_model=all say it"):
+    with pytest.raises(ConfigError, match="--model-offloads teacher_model=all"):
         training.parse(RlhfConfig, "", [*asked, "ds.json"])
 
 
@@ -497,7 +500,7 @@ def test_variants_have_the_names_that_they_have_in_trl():
 def test_what_decides_nothing_is_said_in_one_line(capfd):
     sft.parse(["--ddp_find_unused_parameters", "true", "--tuner_backend", "peft"])
     (line,) = capfd.readouterr().err.splitlines()
-    assert "--ddp-find-unused-parameters (parameters may be unused, always)" in line
+    assert "--ddp-find-unused-parameters (parameters may always be unused)" in line
     assert "--tuner-backend" in line
 
 
@@ -545,7 +548,7 @@ def test_stage_and_offload_of_a_deepspeed_file(tmp_path, device, offload):
             "swift sft --model a --dataset b --batch_size x",
             "--per-device-batch-size x: should be a whole",
         ),
-        ("NPROC_PER_NODE=$N swift sft --model a --dataset b", r"NPROC_PER_NODE=\$N: the text does not say what \$N is"),
+        ("NPROC_PER_NODE=$N swift sft --model a --dataset b", r"NPROC_PER_NODE=\$N: the script does not define \$N\."),
         ("swift sft --model 'x", "not a shell command"),
     ],
 )
@@ -664,7 +667,7 @@ def test_what_is_refused_together_is_told():
     *_, (reason,) = swift.translate(
         "swift sft --model m --dataset d --sequence_parallel_size 2 --full_determinism true"
     )
-    assert reason.startswith("the command as it stands is refused: --sequence-parallel and --deterministic: ")
+    assert reason.startswith("this command would be refused: --sequence-parallel and --deterministic: ")
 
 
 def test_rows_that_are_cut_over_processes_take_the_attention_that_they_can():
@@ -824,7 +827,7 @@ swift sft --model m --dataset $DATA $NONE --val_dataset v/$DATA $ARGS --system "
     assert (found["--dataset"], found["--val-dataset"]) == ("a.jsonl b.jsonl", "v/a.jsonl b.jsonl")
     assert (found["--learning-rate"], found["--epochs"], found["--system"]) == ("1e-5", "2", "'two words'")
     for unknown in ("$X", "${X}", "${1:-x}", "${M:-x y}"):
-        with pytest.raises(ConfigError, match=rf"the text does not say what {re.escape(unknown[:4])}"):
+        with pytest.raises(ConfigError, match=rf"the script does not define {re.escape(unknown[:4])}"):
             swift.translate(f"swift sft --model m --dataset {unknown}")
 
 
@@ -845,7 +848,7 @@ def test_sums_that_the_shell_does_are_done(around, steps):
 
 @pytest.mark.parametrize("sum_", ["$(expr 16 / $N)", "$((16 / 0))", "$((1 +))", "$(($(nproc) + 1))", "$(nproc)"])
 def test_a_sum_that_the_text_does_not_say_is_named(sum_):
-    with pytest.raises(ConfigError, match=r"--max-steps \$.*the text does not say what \$\("):
+    with pytest.raises(ConfigError, match=r"--max-steps \$.*the script does not define \$\("):
         swift.translate(f"swift sft --model a --dataset b --max_steps {sum_}")
 
 
@@ -866,7 +869,7 @@ def test_the_defaults_of_grpo(tmp_path):
     assert (found["--gradient-accumulation-steps"], found["--num-generations"], found["--beta"]) == ("1", "8", "0.04")
     assert (found["--loss-type"], found["--top-p"], found["--top-k"]) == ("grpo", "0.9", "50")
     assert (found["--max-length"], found["--eval-steps"]) == ("4096", "500")
-    assert notes == ["prompts that are longer than --max-length are left out here, and lose their beginning there"]
+    assert notes == ["prompts longer than --max-length are left out here; ms-swift cuts off their beginning"]
     training.parse(RlhfConfig, "", shlex.split(command.replace("\\\n", " "))[2:])
 
 
@@ -893,7 +896,7 @@ def test_parts_of_a_model_of_text_are_left_out_as_they_say_nothing_there(tmp_pat
     command, notes, missing = swift.translate(said)
     assert missing == []
     assert not {"--freeze", "--part-learning-rates"} & options(command).keys()
-    assert sum("of whose parts it says nothing" in note for note in notes) == 2
+    assert sum("is a text model without such parts" in note for note in notes) == 2
     config.write_text('{"model_type": "qwen3_vl", "vision_config": {}, "text_config": {}}')
     assert options(swift.translate(said)[0])["--freeze"].split() == ["llm", "vision", "audio", "aligner"]
 
@@ -905,7 +908,7 @@ def test_adapters_that_are_named_go_to_towers_as_they_do_there():
     assert "--freeze" not in options(swift.translate(f"{command} --target_regex '.*visual.*qkv'")[0])
     found, notes, _ = swift.translate(f"{command} --target_modules q_proj --freeze_vit true")
     assert "--freeze" not in options(found)
-    assert any("freezing is of all-linear alone" in note for note in notes)
+    assert any("ms-swift freezes towers for all-linear alone" in note for note in notes)
     every = options(swift.translate(f"{command} --target_modules all-linear")[0])
     assert sorted(every["--freeze"].split()) == ["aligner", "audio", "vision"]
     full = options(swift.translate(f"{command} --train_type full --target_modules q_proj")[0])
@@ -1017,7 +1020,7 @@ def test_line_ends_of_a_system_message_may_be_written(tmp_path):
 
 def test_a_variable_that_asks_for_another_form_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("QWENVL_BBOX_FORMAT", "new")
-    with pytest.raises(ConfigError, match=r"^The variable QWENVL_BBOX_FORMAT=new: what happens here is 'legacy'"):
+    with pytest.raises(ConfigError, match=r"^The variable QWENVL_BBOX_FORMAT=new: here it is always 'legacy'"):
         sft.parse([])
 
 
@@ -1031,11 +1034,11 @@ def test_a_variable_that_nothing_reads_is_told(monkeypatch, tmp_path) -> None:
         "INFONCE_HARD_NEGATIVES=3",
         "N_MELS=80",
     ]
-    assert "--max-pixels, --max-frame-pixels, --max-frames and --fps say" in missing[0]
+    assert "--max-pixels, --max-frame-pixels, --max-frames and --fps limit" in missing[0]
     monkeypatch.setenv("N_MELS", "80")
     sft.parse([])
     monkeypatch.setenv("VIDEO_MIN_PIXELS", "256")
-    with pytest.raises(ConfigError, match=r"^The variable VIDEO_MIN_PIXELS=256: nothing here reads it; .*\. Unset it"):
+    with pytest.raises(ConfigError, match=r"^The variable VIDEO_MIN_PIXELS=256: it is not read here; .*\. Unset it"):
         sft.parse([])
 
 
@@ -1095,7 +1098,7 @@ def test_what_stands_in_front_of_a_command_is_its_own() -> None:
     commands, notes, _ = swift.translate(script)
     of_two = ["shardproof infer m --batch-size 1 --nproc 2", "shardproof infer m --batch-size 4 --max-pixels 500"]
     assert commands.splitlines() == of_two
-    assert notes.count("CUDA_VISIBLE_DEVICES=0,1 means the same here: put it in front") == 1
+    assert notes.count("CUDA_VISIBLE_DEVICES=0,1 means the same here: put it before the command") == 1
 
 
 def test_commands_that_are_not_read_are_told_beside_those_that_are() -> None:
@@ -1149,9 +1152,9 @@ def test_a_file_that_is_not_there_is_told() -> None:
         ("swift infer --stream true", "RUN_DIR"),
         (
             "swift export --model m --quant_bits 4",
-            "--quant-bits 4: an ms-swift option without an equivalent here; --quantize says how",
+            "--quant-bits 4: an ms-swift option without an equivalent here; --quantize takes the kind",
         ),
-        ("VIDEO_MIN_PIXELS=9 swift infer --model m", "VIDEO_MIN_PIXELS=9: nothing here reads it"),
+        ("VIDEO_MIN_PIXELS=9 swift infer --model m", "VIDEO_MIN_PIXELS=9: it is not read here"),
     ],
 )
 def test_what_commands_about_finished_models_ask_for_in_vain_is_said(theirs: str, said: str) -> None:
@@ -1171,7 +1174,7 @@ def test_variables_of_libraries_and_the_place_of_files_are_kept() -> None:
     command, notes, missing = swift.translate(f"PYTORCH_CUDA_ALLOC_CONF=x NCCL_DEBUG=INFO ROOT_IMAGE_DIR=/data {said}")
     assert missing == []
     assert options(command)["--media-root"] == "/data"
-    assert [note.partition("=")[0] for note in notes if "put it in front" in note] == [
+    assert [note.partition("=")[0] for note in notes if "put it before the command" in note] == [
         "PYTORCH_CUDA_ALLOC_CONF",
         "NCCL_DEBUG",
     ]
@@ -1181,7 +1184,7 @@ def test_temperatures_of_losses_are_one_option(monkeypatch) -> None:
     monkeypatch.setenv("LISTWISE_RERANKER_TEMPERATURE", "0.5")
     assert sft.parse(["--task", "reranker", "--loss", "listwise"])[0].loss_temperature == 0.5
     monkeypatch.setenv("INFONCE_TEMPERATURE", "0.05")
-    both = "INFONCE_TEMPERATURE=0.05 and LISTWISE_RERANKER_TEMPERATURE=0.5 are one option here, --loss-temperature"
+    both = "INFONCE_TEMPERATURE=0.05 and LISTWISE_RERANKER_TEMPERATURE=0.5 are the same option here, --loss-temperature"
     with pytest.raises(ConfigError, match=f"^The variables {both}. Unset one of them."):
         sft.parse([])
     monkeypatch.setenv("INFONCE_TEMPERATURE", "warm")
@@ -1229,7 +1232,7 @@ def test_rows_of_a_hub_are_said_to_be_read_without_what_swifts_list_has_for_them
         ("--report_to neptune", "--report-to neptune: an ms-swift option without an equivalent here"),
         ("--report_to tensorboard neptune", "--report-to neptune"),
         ("--fsdp nowhere.json", "it is neither fsdp2 nor a JSON file"),
-        ("--add_non_thinking_prefix false", "the model's own template writes an empty thought or none"),
+        ("--add_non_thinking_prefix false", "the model's own template decides about empty thoughts"),
         (
             "--task_type embedding --loss_type online_contrastive",
             "--loss-type online_contrastive: an ms-swift option",
@@ -1261,7 +1264,7 @@ def test_a_metric_that_nothing_goes_by_is_left_out(more):
     command, notes, missing = swift.translate(said)
     assert missing == []
     assert "--best-metric" not in command
-    assert "--best-metric acc is left out: it would decide nothing" in notes
+    assert "--best-metric acc is left out: it would have no effect" in notes
     assert "--best-metric acc" in swift.translate(f"{said.replace(' false', ' true')} --early_stop_interval 3")[0]
 
 
@@ -1326,7 +1329,7 @@ def test_what_starts_a_script_of_swifts_is_read_too(tmp_path, launcher, variable
     command, notes, missing = swift.translate(text)
     assert not missing
     assert expected.items() <= options(command).items()
-    told = [note.partition(" ")[0] for note in notes if note.endswith("put it in front")]
+    told = [note.partition(" ")[0] for note in notes if note.endswith("put it before the command")]
     assert sorted(told) == sorted(variables)
 
 
@@ -1398,7 +1401,7 @@ def test_a_default_may_hold_a_variable_and_stands_for_an_empty_one(above, rate, 
 
 @pytest.mark.parametrize("words", ["--model $1 --dataset d", '--model m --dataset d "$@"', '"${ARGS[@]}"'])
 def test_what_a_script_is_called_with_is_not_taken_for_a_value(words):
-    with pytest.raises(ConfigError, match=r"the text does not say what \$"):
+    with pytest.raises(ConfigError, match=r"the script does not define \$"):
         swift.translate(f"swift sft {words}")
 
 
@@ -1445,7 +1448,7 @@ def test_pairs_of_a_reranker_are_drawn_as_there() -> None:
     assert options(swift.translate(f"{said} --task_type reranker")[0])["--max-negatives"] == "7"
     command, notes, missing = swift.translate(f"MAX_NEGATIVE_SAMPLES=3 {said}")
     assert (missing, "--max-negatives" in command) == ([], False)
-    assert "--max-negatives 3 is left out: it would decide nothing" in notes
+    assert "--max-negatives 3 is left out: it would have no effect" in notes
 
 
 @pytest.mark.parametrize(
@@ -1457,7 +1460,7 @@ def test_pairs_of_a_reranker_are_drawn_as_there() -> None:
 )
 def test_a_loss_that_nobody_has_here_is_told(capsys: pytest.CaptureFixture[str], asked: str, text: str) -> None:
     swift.run(["swift", "rlhf", "--rlhf_type", "grpo", "--model", "Q/q", "--dataset", "a/b", *asked.split()])
-    assert f"the command as it stands is refused: {text}" in "".join(capsys.readouterr())
+    assert f"this command would be refused: {text}" in "".join(capsys.readouterr())
 
 
 SEEING = (
@@ -1505,8 +1508,11 @@ def test_an_assignment_counts_for_the_next_one_in_front_of_a_command() -> None:
 @pytest.mark.parametrize(
     ("theirs", "told"),
     [
-        ("--model OpenGVLab/InternVL3-8B", "it is asked about text alone, and MS::OpenGVLab/InternVL3-8B takes files"),
-        ("--adapters out/x", "it is given whole models; 'shardproof export out/x out/x-merged', and ask that one"),
+        ("--model OpenGVLab/InternVL3-8B", "it supports text only, and MS::OpenGVLab/InternVL3-8B takes files"),
+        (
+            "--adapters out/x",
+            "it takes full models only; run 'shardproof export out/x out/x-merged' and use the result",
+        ),
         ("--model Qwen/Qwen3-8B", None),
     ],
 )
@@ -1526,7 +1532,7 @@ def test_a_vllm_of_its_own_does_not_sleep() -> None:
     said = "swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --use_vllm true --sleep_level 1"
     command, notes, _ = swift.translate(f"{said} --vllm_mode server --vllm_server_host 127.0.0.1")
     assert "--vllm-sleep" not in command
-    assert "--vllm-sleep yes is left out: it would decide nothing" in notes
+    assert "--vllm-sleep yes is left out: it would have no effect" in notes
     assert "--vllm-sleep yes" in swift.translate(f"{said} --vllm_mode colocate")[0]
 
 
@@ -1539,8 +1545,8 @@ def test_checkpoints_of_no_known_time_are_told() -> None:
 def test_how_long_answers_are_and_how_they_are_drawn_is_told() -> None:
     _, notes, _ = swift.translate("swift infer --model m")
     assert [note.partition(" unless ")[0] for note in notes if " unless --" in note and "MS::" not in note] == [
-        "an answer has 128 tokens at most",
-        "the likeliest tokens are taken",
+        "an answer has at most 128 tokens",
+        "decoding is greedy",
     ]
     _, notes, _ = swift.translate("swift infer --model m --max_new_tokens 9 --temperature 0.7")
     assert not any("128" in note or "likeliest" in note for note in notes)

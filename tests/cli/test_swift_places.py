@@ -87,7 +87,7 @@ def test_a_command_is_the_one_here(command, theirs, ours):
             "--model m --quant-method hqq --quant-bits 4",
             "--quant-method hqq --quant-bits 4: an ms-swift option",
         ),
-        ("export", "--model m --quant-method bnb --quant-bits 8", "int8 is the form of eight bits"),
+        ("export", "--model m --quant-method bnb --quant-bits 8", "int8 is the fastest 8-bit format"),
         ("export", "--model m --quant-method gptq --quant-bits 4", "without --dataset: .* name rows to calibrate with"),
         ("export", "--model m --quant-method fp8 --load-data-args true", "--dataset names the rows to calibrate with"),
         ("export", "--model m --quant-bits 4", "--quant-bits 4: an ms-swift option without an equivalent"),
@@ -107,8 +107,8 @@ def test_what_has_no_effect_is_told():
         KNOWN["infer"],
     )[1]
     assert notes == [
-        "--task-type (the model says what it does)",
-        "--num-labels (the model says what it does)",
+        "--task-type (it is read from the model)",
+        "--num-labels (it is read from the model)",
         "--truncation-strategy (questions are never cut)",
         "--max-length (questions are never cut)",
     ]

@@ -60,7 +60,7 @@ def test_model_kwargs_are_these_variables() -> None:
     config, _ = sft.parse(shlex.split(said))
     assert (config.max_frames, config.max_pixels, config.fps, config.enable_audio_output) == (12, 50176, 1.0, False)
     for given, told in (
-        ('{"min_pixels": 9}', "MIN_PIXELS=9: nothing here reads it"),
+        ('{"min_pixels": 9}', "MIN_PIXELS=9: it is not read here"),
         ('{"hidden": 9}', "--model-kwargs HIDDEN=9: an ms-swift option without an equivalent here"),
         ("[1]", r"--model-kwargs \[1\] is not a JSON object"),
     ):
@@ -106,7 +106,7 @@ def test_a_variable_that_a_command_has_no_use_for_is_told() -> None:
     ):
         _, notes, missing = swift.translate(theirs)
         assert not missing
-        assert any(note.startswith(f"{told}, a variable there, is left out: ") for note in notes)
+        assert any(note.startswith(f"{told}, a variable in ms-swift, is left out: ") for note in notes)
     assert not any("a variable" in note for note in swift.translate("NPROC_PER_NODE=1 swift export --model m")[1])
 
 
@@ -120,5 +120,5 @@ def test_names_of_anybody_are_told_where_our_command_is_run(monkeypatch, capsys)
     assert capsys.readouterr().err == f"without effect here: {told}\n"
     infer.parser()
     monkeypatch.setenv("STACK_FRAMES", "3")
-    with pytest.raises(ConfigError, match=r"^The variable STACK_FRAMES=3: what happens here is '1'"):
+    with pytest.raises(ConfigError, match=r"^The variable STACK_FRAMES=3: here it is always '1'"):
         sft.parse([])

@@ -169,5 +169,5 @@ def test_variables_mean_what_they_do_in_training(tiny: Path, file: str, monkeypa
     assert data.parse(words)[0].max_pixels == sft.parse(words)[0].max_pixels == 500
     monkeypatch.setenv("IMAGE_FACTOR", "28")
     for command in (data, sft):
-        with pytest.raises(ConfigError, match="The variable IMAGE_FACTOR=28: nothing here reads it"):
+        with pytest.raises(ConfigError, match="The variable IMAGE_FACTOR=28: it is not read here"):
             command.parse(words)

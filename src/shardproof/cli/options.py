@@ -140,9 +140,7 @@ def _plain(annotation: Any) -> Any:
 
 def add_run_file(parser: Parser) -> None:
     """Add the file of options, given as the first argument, or with --config as in ms-swift."""
-    parser.add_argument(
-        "run_file", nargs="?", metavar="run.yaml", help="a file with options, one 'name: value' per line"
-    )
+    parser.add_argument("run_file", nargs="?", metavar="run.yaml", help="a file of options, one 'name: value' per line")
     parser.add_argument("--config", metavar="run.yaml", help="the same file, as ms-swift names it")
 
 
@@ -160,9 +158,7 @@ def take_run_file(found: dict[str, Any], model: type[BaseModel]) -> dict[str, An
         raise ConfigError(f"There is no file {files[0]}. Did you mean {flag(meant[0])} {files[0]}?")
     if files[0] in ("sft", "rlhf") and not os.path.exists(files[0]):
         kind = ", and --rlhf-type makes it a run of rlhf" if files[0] == "rlhf" else ""
-        raise ConfigError(
-            f"There is no file {files[0]}. Leave {files[0]} out: the options of the run suffice here{kind}."
-        )
+        raise ConfigError(f"There is no file {files[0]}. Leave {files[0]} out: the run's options suffice here{kind}.")
     if Path(files[0]).suffix.lower() in OF_ROWS and "dataset" in model.model_fields:
         raise ConfigError(f"{files[0]} holds rows, not options. Did you mean --dataset {files[0]}?")
     return read_file(files[0], model)

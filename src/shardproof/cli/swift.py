@@ -1,4 +1,4 @@
-"""`shardproof swift "swift sft ..."`: the same run as a command of ours, and what it does not do."""
+"""`shardproof swift "swift sft ..."`: translate a run into our command, and report what has no equivalent."""
 
 from __future__ import annotations
 
@@ -49,26 +49,26 @@ from shardproof.train.options.rlhf_config import REFERRED, REWARDED, RlhfConfig
 EVALUATIONS = "eval_steps", "eval_strategy", "eval_on_start"
 _LORA_ONLY = ("lora_rank", "lora_dropout")
 _WHOLE_BATCH = 16
-# Commands about a finished model: their options, and the table of these.
+# Commands about a finished model: their options and parsers.
 FINISHED: dict[str, tuple[type[BaseModel], Callable[[], options.Parser]]] = {
     "infer": (infer_asked.InferConfig, infer.parser),
     "export": (export.ExportConfig, export.parser),
 }
-# What changes no number, and does not go together with rows that are cut over processes.
+# Options that do not change results and cannot be combined with rows that are split over processes.
 OF_WHOLE_ROWS = {
-    "attn": "rows that are cut over processes take torch's attention, which has flash kernels of its own",
-    "padding_free": "of rows that are cut over processes padding is computed",
-    "liger_kernel": "of rows that are cut over processes --chunked-loss keeps logits small",
+    "attn": "rows that are split over processes use torch's attention, which has its own flash kernels",
+    "padding_free": "rows that are split over processes are padded",
+    "liger_kernel": "for rows that are split over processes --chunked-loss keeps logits small",
 }
 PACKED = (
-    "--packing is --padding-free here: no padding is computed either way, but a micro-batch has as many rows as"
-    " --per-device-batch-size says, and there as many as fill --max-length: raise it to what fits"
+    "--packing is --padding-free here: no padding is computed either way, but a micro-batch has "
+    "--per-device-batch-size rows, in ms-swift as many as fill --max-length: raise it to what fits"
 )
 
 HELP = """usage: shardproof swift "swift sft|rlhf|infer|export ..." | SCRIPT.sh
 
-Print the command of ours for a command of ms-swift, with the defaults of ms-swift that differ written out, and say what
-has no equivalent or is different all the same.
+Translate an ms-swift command into ours, with ms-swift's differing defaults written out, and report what has no
+equivalent or still differs.
 """
 
 
@@ -93,7 +93,7 @@ def run(argv: Sequence[str]) -> int:
     if len(argv) > 1 and argv[0] in shell.READ:  # `shardproof` in front of `swift sft ...`
         text = f"swift {text}"
     is_file = False
-    with contextlib.suppress(OSError):  # a whole command is too long for a name
+    with contextlib.suppress(OSError):  # a command may be too long for a file name
         is_file = len(argv) == 1 and Path(text).expanduser().is_file()
     if not is_file and not re.search(r"\s", text.strip()) and text.strip() not in ("", "swift"):
         raise ConfigError(f"There is no file {text}.")
@@ -109,10 +109,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def translate(text: str) -> tuple[str, list[str], list[str]]:
-    """Returns our commands, what is worth knowing about them, and what has no equivalent.
+    """Returns our commands, notes about them, and what has no equivalent.
 
     Raises:
-        ConfigError: the text holds no such command of Swift's, or one that nobody could run.
+        ConfigError: the text holds no ms-swift command of these kinds, or one that cannot run.
     """
     commands, notes, missing = zip(*(_brought_over(line) for line in shell.read(text)), strict=True)
     return "\n".join(commands), list(dict.fromkeys(chain(*notes))), [*chain(*missing), *shell.not_read(text)]
@@ -129,7 +129,7 @@ def _brought_over(line: shell.Line) -> tuple[str, list[str], list[str]]:
 
 
 def _of_run(line: shell.Line, notes: list[str]) -> tuple[str, list[str], list[str]]:
-    """Our command, what is worth knowing about it, and what has no equivalent."""
+    """Our command, notes about it, and what has no equivalent."""
     config = _config(line.command)
     given = [name for name, _ in line.options]
     known = meant_as_ours({*config.model_fields, "run_file"}, given)
@@ -137,7 +137,7 @@ def _of_run(line: shell.Line, notes: list[str]) -> tuple[str, list[str], list[st
     missing += line.missing
     with_new_blocks(values)
     without_parts(values, given, notes)
-    own_model = ("model",) if "adapters" not in values else ()  # adapters know theirs
+    own_model = ("model",) if "adapters" not in values else ()  # adapters name theirs
     rows = () if "cached_dataset" in values else ("dataset",)
     for name in (*own_model, *rows):
         if name not in values and not any(f"--{name}" in reason for reason in missing):
@@ -156,9 +156,7 @@ def _of_run(line: shell.Line, notes: list[str]) -> tuple[str, list[str], list[st
     if not missing:
         missing += _refused(config, values)
     if line.dressed:
-        notes.append(
-            "what the shell does around the command (nohup, > log, | tee, &) is left out: put it around this one"
-        )
+        notes.append("the shell syntax around the command (nohup, > log, | tee, &) is left out: add it to this one")
     return _written(line.command, values), notes, missing
 
 
@@ -168,7 +166,8 @@ def _written(command: str, values: dict[str, list[str]]) -> str:
 
 
 def _of_encoded(line: shell.Line, notes: list[str]) -> tuple[str, list[str], list[str]]:
-    """The same of an export that encodes rows. What is not of rows decides nothing there, and is left out."""
+    """The same for an export that encodes rows. Options that are not about rows have no effect there and are left
+    out."""
     recipe, line = for_recipe(line)
     config = _config(recipe)
     known = meant_as_ours({*config.model_fields}, [name for name, _ in line.options])
@@ -179,7 +178,7 @@ def _of_encoded(line: shell.Line, notes: list[str]) -> tuple[str, list[str], lis
     values.setdefault("bad_rows", DEFAULTS["bad_rows"].split())
     idle = [name for name in values if not about_rows(config, name)]
     notes += [
-        f"{options.flag(name)} {' '.join(values.pop(name))} is left out: it decides nothing about rows" for name in idle
+        f"{options.flag(name)} {' '.join(values.pop(name))} is left out: it has no effect on rows" for name in idle
     ]
     if not missing:
         missing += _refused(config, values)
@@ -187,7 +186,7 @@ def _of_encoded(line: shell.Line, notes: list[str]) -> tuple[str, list[str], lis
 
 
 def _of_finished(line: shell.Line, notes: list[str]) -> tuple[str, list[str], list[str]]:
-    """The same of a command about a finished model."""
+    """The same for a command about a finished model."""
     config, parser = FINISHED[line.command]
     argv = [word for name, given in line.options for word in as_words(options.flag(name), given)]
     words: list[str] = []
@@ -197,13 +196,13 @@ def _of_finished(line: shell.Line, notes: list[str]) -> tuple[str, list[str], li
         notes += [f"{reason} is left out" for reason in idle]
         given = {word for word in words if word.startswith("--")}
         for name, value in of_environment(line.variables, line.exported, notes).items():
-            about_rows = line.command != "export" or "--quantize" in given  # of which a plain export has none
+            about_rows = line.command != "export" or "--quantize" in given  # a plain export has no rows
             if about_rows and name in config.model_fields and options.flag(name) not in given:
                 words += [options.flag(name), value]
             elif name != "nproc" or value != "1":
                 said = options.flag(name) in given
-                why = "another option says it" if said else f"'shardproof {line.command}' has no use for it here"
-                notes.append(f"{options.flag(name)} {value}, a variable there, is left out: {why}")
+                why = "another option sets it" if said else f"'shardproof {line.command}' has no use for it here"
+                notes.append(f"{options.flag(name)} {value}, a variable in ms-swift, is left out: {why}")
         words += defaults_of_infer(dict(line.options), words, notes) if line.command == "infer" else []
         found = options.parse(parser(), words, command=line.command)
         options.build(config, {name: value for name, value in found.items() if name in config.model_fields})
@@ -244,7 +243,7 @@ def _adopted(line: shell.Line, known: Collection[str], notes: list[str]) -> tupl
 
 
 def _without_meaning(values: dict[str, list[str]], built: BaseModel) -> list[str]:
-    """What the algorithm would refuse, which is left out of `values`."""
+    """Remove from `values` what the algorithm would refuse, and return notes about it."""
     from shardproof.train.rlhf.algorithms import MEANT_FOR
 
     kind = values.get("rlhf_type", ["dpo"])[0]
@@ -264,8 +263,8 @@ def _built(config: type[RunConfig], values: dict[str, list[str]]) -> RunConfig:
 
 
 def _refused(config: type[RunConfig], values: dict[str, list[str]]) -> list[str]:
-    """What the command would be refused for, as far as its options say. What the files of plugins register is not known
-    before they are run."""
+    """Why the command would be refused, as far as its options tell. What plugin files register is not known before they
+    run."""
     built = _built(config, values)
     from shardproof.train.resume import check_saving
     from shardproof.train.rlhf.algorithms import check_losses
@@ -280,7 +279,7 @@ def _refused(config: type[RunConfig], values: dict[str, list[str]]) -> list[str]
             check_losses(built)
             check_chord(built)
     except ConfigError as error:
-        return [f"the command as it stands is refused: {error}"]
+        return [f"this command would be refused: {error}"]
     return []
 
 
@@ -293,14 +292,15 @@ def _config(command: str) -> type[RunConfig]:
 
 
 def _freeze_towers(values: dict[str, list[str]], given: Collection[str], notes: list[str]) -> None:
-    """Swift trains towers and aligner only where it is told to, or where they have layers whose names get adapters."""
+    """ms-swift trains towers and aligner only if told to, or if the names of their layers are among the adapters'
+    targets."""
     named = values.get("target_modules", ["all-linear"]) != ["all-linear"]
     if "modules_to_save" in values and {*TOWERS["vit"]} <= {*values["modules_to_save"]}:
-        values.pop("freeze", None)  # which such a run passes over: towers and aligner are trained whole
+        values.pop("freeze", None)  # ms-swift ignores it here: towers and aligner are fully trained
         return
     if named and values.get("tuner", ["lora"]) != ["full"]:
         if values.pop("freeze", None):
-            notes.append("named modules get adapters in towers, too, as there, where freezing is of all-linear alone")
+            notes.append("named modules get adapters in towers, too; ms-swift freezes towers for all-linear alone")
         return
     frozen = [part for name in ("vit", "aligner") if f"freeze_{name}" not in given for part in TOWERS[name]]
     if frozen:
@@ -308,7 +308,7 @@ def _freeze_towers(values: dict[str, list[str]], given: Collection[str], notes: 
 
 
 def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: list[str], nodes: int) -> None:
-    """Write out Swift's defaults that are not ours, of a run on so many nodes."""
+    """Write out ms-swift's defaults that differ from ours, for a run on this number of nodes."""
     kind = values.get("rlhf_type", ["dpo"])[0] if "rlhf_type" in known else ""
     task = values.get("task", [""])[0]
     for name, value in {**DEFAULTS, **OF_RLHF.get(kind, {}), **OF_TASK.get(task, {})}.items():
@@ -325,7 +325,7 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
         values.setdefault("ref_adapters", ["none"])
     values.setdefault("learning_rate", ["1e-5" if values["tuner"] == ["full"] else "1e-4"])
     if values["gradient_checkpointing"][:1] in (["yes"], ["true"], []):
-        balanced = values.get("router_aux_loss_coef", ["0"]) not in (["0"], ["0.0"])  # whose term has no gradient there
+        balanced = values.get("router_aux_loss_coef", ["0"]) not in (["0"], ["0.0"])  # no gradient if reentrant
         values.setdefault("checkpointing_reentrant", ["no" if values["stage"] == ["0"] or balanced else "yes"])
     if "gradient_accumulation_steps" not in values and "global_batch_size" not in values:
         at_once = int(values["per_device_batch_size"][0]) * int(values.get("nproc", ["1"])[0]) * nodes
@@ -334,8 +334,8 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
     if kind == "kto" and values.get("per_device_batch_size") == ["1"] and not any(int(n) % 2 for n in several):
         values["per_device_batch_size"] = ["2"]
         several[:] = [str(int(n) // 2) for n in several]
-        notes.append("a micro-batch of kto has two rows at least: there are two, and half as many micro-batches a step")
-    if holds_out(values) and "eval_steps" not in values:  # it evaluates when it saves
+        notes.append("kto needs two rows per micro-batch: it gets two, and half as many micro-batches per step")
+    if holds_out(values) and "eval_steps" not in values:  # ms-swift evaluates when it saves
         often = values.pop("eval_strategy", values.get("save_strategy", ["steps"]))
         if often == ["steps"]:
             values["eval_steps"] = values.get("save_steps", ["500"])
@@ -344,19 +344,19 @@ def _add_defaults(values: dict[str, list[str]], known: Collection[str], notes: l
     if answers(values):
         values.setdefault("max_new_tokens", ["64"])
         if values.setdefault("answer_metrics", NLG) == NLG:
-            notes.append("nlg of answers is rouge_l and sacrebleu's bleu here, which tell words apart otherwise")
+            notes.append("nlg stands for rouge_l and sacrebleu's bleu here, which split words differently")
     if "max_length" not in values:
         most = longest(values["model"][0]) if "model" in values else None
         if most is None:
-            notes.append("--max-length is 1024 unless it is given; in ms-swift it is what the model can hold")
+            notes.append("--max-length defaults to 1024; in ms-swift, to the model's context length")
         else:
             values["max_length"] = [str(most)]
     if kind in ("grpo", "ppo"):
-        notes.append("prompts that are longer than --max-length are left out here, and lose their beginning there")
+        notes.append("prompts longer than --max-length are left out here; ms-swift cuts off their beginning")
 
 
 def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str]) -> None:
-    """Options that ms-swift takes in silence, and that are refused here, since they would decide nothing."""
+    """Leave out options that ms-swift silently ignores, and that are refused here since they would have no effect."""
     idle = {"full": OF_ADAPTERS, "lora": ("tuner_arguments",)}.get(values["tuner"][0].lower(), ONLY_LORA)
     if values["gradient_checkpointing"][:1] in (["no"], ["false"]):
         idle = (*idle, "checkpointing_reentrant")
@@ -364,13 +364,13 @@ def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str])
         idle = (*idle, "optimizer_arguments")
     if is_on(values, "packing"):
         idle = (*idle, "padding_free")
-    if values.get("rlhf_type", ["dpo"])[0] in REWARDED:  # an epoch has whole batches of answers
+    if values.get("rlhf_type", ["dpo"])[0] in REWARDED:  # an epoch has full batches of answers
         idle = (*idle, "drop_last")
     if values.get("task", [""])[0] not in OF_TASK:
         idle = (*idle, *OF_TASK["reranker"])
     if values.get("vllm_mode") != ["colocate"]:
         idle = (*idle, "vllm_sleep")
-    of_answers = OF_ANSWERS if "rlhf_type" not in values else ()  # there they are learnt from
+    of_answers = OF_ANSWERS if "rlhf_type" not in values else ()  # in rlhf answers are trained on
     if not answers(values):
         idle = (*idle, *of_answers)
     if not (is_on(values, "keep_best") or "early_stop" in values):
@@ -390,7 +390,7 @@ def _leave_out_what_does_nothing(values: dict[str, list[str]], notes: list[str])
             if name in values
         ]
     notes += [
-        f"{options.flag(name)} {' '.join(values.pop(name))} is left out: it would decide nothing"
+        f"{options.flag(name)} {' '.join(values.pop(name))} is left out: it would have no effect"
         for name in idle
         if name in values
     ]

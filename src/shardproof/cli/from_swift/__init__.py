@@ -1,1 +1,1 @@
-"""Commands of ms-swift: what their options are called here, and what there is none of."""
+"""Commands of ms-swift: what their options are called here, and which have no equivalent."""

@@ -1,8 +1,8 @@
-"""What ms-swift does unasked, where ours does something else: in our options."""
+"""Defaults of ms-swift that differ from ours, as our options."""
 
 from __future__ import annotations
 
-# Of `swift sft` and `swift rlhf`.
+# The defaults of `swift sft` and `swift rlhf`.
 DEFAULTS = {
     "tuner": "lora",
     "epochs": "3",
@@ -36,7 +36,7 @@ OF_RLHF = {  # by algorithm
 }
 _PAIRS = {"max_positives": "1", "max_negatives": "7"}
 OF_TASK = {"reranker": _PAIRS, "generative_reranker": _PAIRS}
-# Defaults that do not count where another option says the same.
+# Defaults that do not apply if another option is given in their place.
 INSTEAD_OF = {
     "warmup_ratio": "warmup_steps",
     "per_device_batch_size": "global_batch_size",
@@ -45,7 +45,7 @@ INSTEAD_OF = {
 
 
 def takes_betas(values: dict[str, list[str]]) -> bool:
-    """Whether the optimizer of a command takes AdamW's numbers: muon where there is something for AdamW."""
+    """Whether the optimizer of a command takes AdamW's betas: muon only if it leaves parameters to AdamW."""
     optimizer = values.get("optimizer", ["adamw"])[0]
     return optimizer in ("adamw", "adamw_8bit", "galore") or (optimizer == "muon" and values["tuner"] == ["full"])
 
@@ -55,7 +55,7 @@ def is_on(values: dict[str, list[str]], name: str) -> bool:
 
 
 def answers(values: dict[str, list[str]]) -> bool:
-    """Whether an evaluation is answered."""
+    """Whether an evaluation generates answers."""
     return is_on(values, "predict_with_generate")
 
 

@@ -1,5 +1,5 @@
-"""ms-swift's variables, as options of ours: those in front of a command of its, in a file's ENV, in --model_kwargs, and
-those that are set where a command of ours is run."""
+"""ms-swift's variables as our options: those before an ms-swift command, in a file's ENV, in --model_kwargs, and those
+in the environment of our commands."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ VARIABLES = {
     "INFONCE_TEMPERATURE": "loss_temperature",
     "LISTWISE_RERANKER_TEMPERATURE": "loss_temperature",
 }
-OF_SWIFT = {**VARIABLES, "FPS": "fps"}  # in its commands: outside of them that name may be of anything
+OF_SWIFT = {**VARIABLES, "FPS": "fps"}  # in its commands only: elsewhere the name may belong to anything
 HUB = "USE_HF"
 
-# Variables that have one meaning here: the values that say it.
+# Variables with a fixed meaning here: the values that ask for it.
 ONLY = {
     "QWENVL_BBOX_FORMAT": ("legacy",),
     "GENERATIVE_RERANKER_POSITIVE_TOKEN": ("yes",),
@@ -38,8 +38,8 @@ ONLY = {
     "INIT_AUDIO": ("true", "1"),
     "STACK_FRAMES": ("1",),
 }
-# Those by which its templates and losses take something else of a row, and that nothing here reads. Of the second ones,
-# whose names may be of anything, only a command of Swift's is told.
+# Variables that change what ms-swift's templates and losses take from a row, and that are not read here. The names in
+# COMMON may belong to anything, so they are reported for ms-swift commands only.
 UNREAD = (
     *("IMAGE_FACTOR", "FRAME_FACTOR", "SPATIAL_MERGE_SIZE", "MIN_PIXELS", "USE_AUDIO_IN_VIDEO", "FPS_MIN_FRAMES"),
     *("VIDEO_MIN_PIXELS", "VIDEO_TOTAL_PIXELS", "VIDEO_MAX_NUM", "VIDEO_SEGMENTS"),
@@ -53,18 +53,20 @@ COMMON = (
     *("REASONING_EFFORT", "THINKING_MODE", "THINKING_BUDGET"),
 )
 _OF_FILES = (
-    "--max-pixels, --max-frame-pixels, --max-frames and --fps say how much of a file is taken, --max-image-tokens and"
-    " --max-frame-tokens how many tokens it becomes at most"
+    "--max-pixels, --max-frame-pixels, --max-frames and --fps limit how much of a file is used, --max-image-tokens and "
+    "--max-frame-tokens how many tokens it becomes"
 )
-# What to do instead, by what a name begins with.
+# What to do instead, by the beginning of the name.
 _INSTEAD = {
     "INFONCE_": "each question is compared with all positives and negatives of a step",
-    "USE_AUDIO_IN_VIDEO": "of a video the pictures are taken; 'audios' of a row may name its sound",
-    "SPEAKER_NAME": "talkers learn the model's first voice",
-    **dict.fromkeys(("REASONING_", "THINKING_"), "--template-variables sets those of the model's chat template"),
+    "USE_AUDIO_IN_VIDEO": "only the frames of a video are used; a row's 'audios' may name its audio",
+    "SPEAKER_NAME": "talkers are trained on the model's first voice",
+    **dict.fromkeys(
+        ("REASONING_", "THINKING_"), "--template-variables sets the variables of the model's chat template"
+    ),
 }
 
-# Of the same name and meaning everywhere.
+# Variables with the same name and meaning everywhere.
 _SAME = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH")
 _OF_LIBRARIES = (
     *("PYTORCH_", "TORCH_", "NCCL_", "GLOO_", "TRITON_", "HF_", "TOKENIZERS_", "MODELSCOPE_"),
@@ -73,46 +75,46 @@ _OF_LIBRARIES = (
 
 
 def of_environment(environment: Mapping[str, str], exported: Collection[str], notes: list[str]) -> dict[str, str]:
-    """The options that the variables of a command of Swift's are.
+    """Our options for the variables of an ms-swift command.
 
     Args:
-        environment: by their names.
-        exported: those that the command would see; others may be of the text alone.
-        notes: takes what is to be said of them.
+        environment: the variables by name.
+        exported: those that the command would see; others may be for the script alone.
+        notes: collects remarks about them.
     """
     for name, value in environment.items():
         shown = f"{name}={value if not name.endswith(('_KEY', '_TOKEN')) else '...'}"
         if name in _SAME or name.startswith(_OF_LIBRARIES):
-            notes.append(f"{shown} means the same here: put it in front")
+            notes.append(f"{shown} means the same here: put it before the command")
         elif name in exported and value and name not in (*OF_SWIFT, *ONLY, *UNREAD, *COMMON, HUB):
-            notes.append(f"{shown} is left out: no option here is that variable")
+            notes.append(f"{shown} is left out: no option here corresponds to it")
     return from_environment(environment, OF_SWIFT)
 
 
 def from_environment(environment: Mapping[str, str], known: Mapping[str, str] = VARIABLES) -> dict[str, str]:
-    """The options that Swift's users give as variables.
+    """Our options for variables that ms-swift users set.
 
     Raises:
-        ConfigError: two variables are one option here, and say two things.
+        ConfigError: two variables are the same option here, and have different values.
     """
     said: dict[str, str] = {}
     found = set_in(environment, known)
     for name, option in found.items():
         if environment[name] != said.get(option, environment[name]):
             pair = " and ".join(f"{one}={environment[one]}" for one, its in found.items() if its == option)
-            raise ConfigError(f"The variables {pair} are one option here, {flag(option)}. Unset one of them.")
+            raise ConfigError(f"The variables {pair} are the same option here, {flag(option)}. Unset one of them.")
         said[option] = environment[name]
     return said
 
 
 def set_in(environment: Mapping[str, str], known: Mapping[str, str] = VARIABLES) -> dict[str, str]:
-    """Those of `known` that have a value."""
+    """The variables of `known` that have a value."""
     return {name: option for name, option in known.items() if environment.get(name)}
 
 
 def of_anybody(environment: Mapping[str, str]) -> list[str]:
-    """What is set where a command of ours is run, and would mean something to Swift: nothing reads it here."""
-    read = {name: f"{flag(option)} says it" for name, option in OF_SWIFT.items()}
+    """Variables in the environment of our commands that would mean something to ms-swift, but are not read here."""
+    read = {name: f"give {flag(option)} instead" for name, option in OF_SWIFT.items()}
     return [
         f"the variable {name}={environment[name]} ({read.get(name, 'unread')})"
         for name in ("FPS", *COMMON)
@@ -121,16 +123,17 @@ def of_anybody(environment: Mapping[str, str]) -> list[str]:
 
 
 def other_meanings(environment: Mapping[str, str], of_swift: bool = False) -> list[str]:
-    """Variables of Swift's that ask for what is not done here, and what is; `of_swift`: they are all for Swift."""
+    """Variables of ms-swift that ask for something not done here, and what is done instead; `of_swift`: all of them are
+    meant for ms-swift."""
     unread = [name for name in (*UNREAD, *(COMMON if of_swift else ())) if environment.get(name, "")]
     return [
         *(
-            f"{name}={environment[name]}: what happens here is {values[0]!r}"
+            f"{name}={environment[name]}: here it is always {values[0]!r}"
             for name, values in ONLY.items()
             if environment.get(name, "").lower() not in ("", *values)
         ),
         *(
-            f"{name}={environment[name]}: nothing here reads it; {_instead(name)}"
+            f"{name}={environment[name]}: it is not read here; {_instead(name)}"
             for name in unread
             if environment[name].lower() not in ("0", "false", "none")
         ),

@@ -1,4 +1,4 @@
-"""Files of options of ms-swift's, YAML or JSON, which stand first in a command of its, or behind --config."""
+"""ms-swift's files of options, YAML or JSON, given as the first argument of a command or with --config."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shardproof.cli.yaml_file import entries, named
 from shardproof.errors import ConfigError
 
 ENDS = (".yaml", ".yml", ".json")
-LITERAL = "\x03"  # a dollar that stands for itself
-VARIABLES = "ENV"  # what of a file is set as variables
+LITERAL = "\x03"  # stands for a literal dollar
+VARIABLES = "ENV"  # the entry of a file that holds variables
 
 
 def read(path: str) -> tuple[list[tuple[str, list[str]]], dict[str, str]]:
-    """The options of a file, as a command line would give them, and its variables.
+    """The options of a file, in command-line form, and its variables.
 
     Raises:
         ConfigError: there is no such file, or it holds no options.
@@ -36,12 +36,12 @@ def read(path: str) -> tuple[list[tuple[str, list[str]]], dict[str, str]]:
 def _entries(path: str) -> Iterable[tuple[str, Any]]:
     if not path.endswith(".json"):
         return ((name, value) for _, name, _, value in entries(path))
-    try:  # YAML has no tabs before a line, and halves of characters stay halves in it
+    try:  # YAML forbids leading tabs, and keeps surrogates apart
         said = json.loads(named(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not a JSON file: {error}") from None
     if not isinstance(said, dict):
-        raise ConfigError(f"{path} must hold options, one object; it holds something else.")
+        raise ConfigError(f"{path} must hold options, as one object.")
     return said.items()
 
 
@@ -50,4 +50,4 @@ def _word(value: Any) -> str:
         word = json.dumps(value, ensure_ascii=False)
     else:
         word = str(value).lower() if isinstance(value, bool) or value is None else str(value)
-    return re.sub(r"\$(?!\{)", LITERAL, word)  # no shell reads it; in braces it stands for something
+    return re.sub(r"\$(?!\{)", LITERAL, word)  # no shell expands it; in braces it is a variable

@@ -1,4 +1,4 @@
-"""Which hub ms-swift asks for models and datasets, and puts them on: ModelScope's, unless it is told Hugging Face's."""
+"""Which hub ms-swift fetches models and datasets from, and pushes to: ModelScope's unless Hugging Face's is chosen."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ PUSHED = "hub_model_id"
 TOKEN = "hub_token"
 
 TOLD = (
-    "MS:: in front of a name is ModelScope's hub, which ms-swift asks unless USE_HF=1 or --use_hf true says otherwise:"
-    " pip install 'shardproof[modelscope]', or leave MS:: out for Hugging Face's"
+    "MS:: before a name stands for ModelScope's hub, which ms-swift uses unless USE_HF=1 or --use_hf true is given: "
+    "pip install 'shardproof[modelscope]', or leave MS:: out for Hugging Face's"
 )
 ROWS = (
-    "rows of a hub are read as they stand: columns, subsets and code that ms-swift's own list has for some datasets are"
-    " not here; 'shardproof data show' prints rows as the model will see them"
+    "rows from a hub are read unchanged: the columns, subsets and code that ms-swift's registry has for some datasets "
+    "do not exist here; 'shardproof data show' prints rows as the model will see them"
 )
 
 
 def with_hub(line: Line, notes: list[str]) -> Line:
-    """The command with the hub in front of each name of one, and without a token, which is not to be printed."""
+    """The command with its hub before each name from a hub, and without a token, which must not be printed."""
     options = [(name, given) for name, given in line.options if name != TOKEN]
     if len(options) < len(line.options):
-        notes.append("--hub-token is left out: HF_TOKEN says it, which no list of processes shows")
+        notes.append("--hub-token is left out: set HF_TOKEN, which does not show up in process lists")
     if any(hub_name(_plain(source)) for name, given in options if name in DATASETS for source in given):
         notes.append(ROWS)
     notes += [
-        f"--{name} {value}: there is no such folder here; adapters of a hub are fetched before, by 'hf download' or"
-        " 'modelscope download'"
+        f"--{name} {value}: there is no such folder here; fetch adapters from a hub first, with 'hf download' or "
+        "'modelscope download'"
         for name, given in options
         for value in given
         if name in ADAPTERS and hub_name(value) is not None
@@ -60,5 +60,5 @@ def _of_modelscope(option: str, value: str) -> str:
 
 
 def _plain(source: str) -> str:
-    """Without how many rows are taken."""
+    """The name without the number of rows to take."""
     return source.partition("#")[0]

@@ -1,4 +1,4 @@
-"""What starts Swift's processes in a script: torchrun, accelerate or DeepSpeed, and a file of its own."""
+"""What starts ms-swift's processes in a script: torchrun, accelerate or DeepSpeed, and accelerate's file."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_SCRIPT = re.compile(r"(?:.*/)?swift/cli/(\w+)\.py|swift\.cli\.(\w+)")  # also behind -m
+_SCRIPT = re.compile(r"(?:.*/)?swift/cli/(\w+)\.py|swift\.cli\.(\w+)")  # also after -m
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
-# What torchrun, accelerate and DeepSpeed call what the commands read from variables.
+# Options of torchrun, accelerate and DeepSpeed for settings that the commands read from variables.
 _VARIABLES = {
     "nproc_per_node": "NPROC_PER_NODE",
     "num_gpus": "NPROC_PER_NODE",
@@ -27,18 +27,18 @@ _VARIABLES = {
     "gpu_ids": _GPUS,
 }
 _ALL, _MACHINES, _HERE = "num_processes", "num_machines", "NPROC_PER_NODE"
-_AS_MANY = "it starts a process for each GPU. Here --nproc says how many, and without it there is one."
-_STAGES = {"SHARD_GRAD_OP": "2", "2": "2", "NO_SHARD": "0", "3": "0"}  # of FSDP's strategies, by name and by number
+_AS_MANY = "it starts a process per GPU. Here --nproc sets the number, and the default is one."
+_STAGES = {"SHARD_GRAD_OP": "2", "2": "2", "NO_SHARD": "0", "3": "0"}  # FSDP's strategies, by name and by number
 
 
 @dataclass
 class Launched:
-    """What words in front of a command of Swift's say.
+    """The settings in the words before an ms-swift command.
 
     Attributes:
-        variables: that say the same to the command.
-        options: of ours.
-        missing: what they say and nothing here does.
+        variables: the equivalent variables of the command.
+        options: the equivalent options here.
+        missing: settings without an equivalent here.
     """
 
     variables: dict[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Launched:
 
 
 def command_at(words: list[str], i: int) -> tuple[str, int] | None:
-    """The command of Swift's that begins at this word, and where its options do."""
+    """The ms-swift command that begins at this word, and where its options begin."""
     if words[i] == "swift":
         return (words[i + 1], i + 2) if i + 1 < len(words) else None
     found = _SCRIPT.fullmatch(words[i])
@@ -55,7 +55,7 @@ def command_at(words: list[str], i: int) -> tuple[str, int] | None:
 
 
 def launched(words: list[str]) -> Launched:
-    """What a launcher was told, of the words in front of a command."""
+    """The settings of a launcher, from the words before a command."""
     found, said = Launched(), _options(words)
     if said.get("gpu_ids") == "all":
         del said["gpu_ids"]
@@ -69,8 +69,8 @@ def launched(words: list[str]) -> Launched:
     said = {name: at for name, at in (("master_addr", host), ("master_port", port)) if at} | said
     if (hosts := said.get("hostfile")) is not None:
         found.missing.append(
-            f"--hostfile {hosts}: DeepSpeed's launcher starts all machines; here each is started: --nnodes,"
-            " --node-rank and --master-addr, or 'shardproof submit'."
+            f"--hostfile {hosts}: DeepSpeed's launcher starts all machines; here each is started separately, with "
+            "--nnodes, --node-rank and --master-addr, or by 'shardproof submit'."
         )
     machines = said.get(_MACHINES, "1")
     if _ALL in said and said[_ALL].isdigit() and machines.isdigit() and int(machines):
@@ -87,19 +87,19 @@ def _name(word: str) -> str:
 
 
 def _by_deepspeed(said: dict[str, str], found: Launched) -> None:
-    """What DeepSpeed's launcher is told of the GPUs of this machine."""
+    """Which GPUs of this machine DeepSpeed's launcher is to use."""
     if match := re.fullmatch(r"localhost:([\d,]+)", said.get("include", "")):
         found.variables |= {_GPUS: match[1], _HERE: str(len(match[1].split(",")))}
         return
     for name in ("include", "exclude"):
         if name in said:
-            found.missing.append(f"--{name} {said[name]}: {_GPUS} shows a machine some of its GPUs.")
+            found.missing.append(f"--{name} {said[name]}: {_GPUS} restricts a machine to some of its GPUs.")
     if not {"num_gpus", "hostfile", "include"} & set(said):
         found.missing.append(f"deepspeed without --num_gpus: {_AS_MANY}")
 
 
 def _by_accelerate(said: dict[str, str], found: Launched) -> dict[str, str]:
-    """What accelerate is told in words and in a file, of which words count."""
+    """accelerate's settings, from the words and a file; the words take precedence."""
     if (file := said.pop("config_file", None)) is not None:
         config = _of_file(file, found)
     else:
@@ -115,7 +115,7 @@ def _by_accelerate(said: dict[str, str], found: Launched) -> dict[str, str]:
 
 
 def _options(words: list[str]) -> dict[str, str]:
-    """Of a launcher, each option with its value, by names with underscores."""
+    """Each option of a launcher with its value, by names with underscores."""
     found = {}
     for i, word in enumerate(words):
         if word.startswith("--"):
@@ -126,7 +126,7 @@ def _options(words: list[str]) -> dict[str, str]:
 
 
 def _of_file(file: str, found: Launched) -> dict[str, Any]:
-    """A file of accelerate's."""
+    """The settings in accelerate's file."""
     import yaml
 
     try:
@@ -136,7 +136,8 @@ def _of_file(file: str, found: Launched) -> dict[str, Any]:
     if isinstance(said, dict):
         return said
     found.missing.append(
-        f"--config_file {file}: it cannot be read. What it says of processes and shards is --nproc and --stage."
+        f"--config_file {file}: it cannot be read. Give its number of processes and its sharding as --nproc and "
+        "--stage."
     )
     return {}
 

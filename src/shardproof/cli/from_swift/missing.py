@@ -6,91 +6,93 @@ from shardproof.errors import ConfigError
 
 
 def is_on(values: Sequence[str]) -> bool:
-    """Whether a switch of ms-swift's is on, which it is without a value, too."""
+    """Whether a switch of ms-swift is on, as it also is without a value."""
     return not values or values[0].lower() in ("true", "yes", "1")
 
 
 def missing(said: str, instead: str = "") -> ConfigError:
-    """The error for what a command says and nothing here does. `instead`: what to do, or what there is."""
+    """The error for an option without an equivalent. `instead`: what to do, or what is available."""
     return ConfigError(f"{said}: an ms-swift option without an equivalent here{f'; {instead}' if instead else ''}.")
 
 
-# What decides nothing here: the work is done anyway, or in another way.
+# Options without effect here: the work is done anyway, or in another way.
 WITHOUT_EFFECT = {
     "tuner_backend": "adapters are PEFT's",
     "template_backend": "templates are the tokenizer's",
     "use_hf": "names refer to the Hugging Face hub, or with MS:: in front to ModelScope's",
-    "check_model": "files are read where they are",
+    "check_model": "files are read in place",
     "add_version": "a new folder is created unless --output-dir is given",
     "dataset_num_proc": "rows are encoded on all cores",
     "load_from_cache_file": "rows are encoded in each run, on all cores, unless --cached-dataset names them",
-    "lazy_tokenize": "rows are encoded before, on all cores",
+    "lazy_tokenize": "rows are encoded before training, on all cores",
     "dataset_shuffle": "rows are shuffled in each epoch",
-    "dataloader_num_workers": "rows are encoded before",
-    "dataloader_pin_memory": "rows are encoded before",
-    "dataloader_persistent_workers": "rows are encoded before",
-    "dataloader_prefetch_factor": "rows are encoded before",
-    "remove_unused_columns": "columns that are not needed are not used",
+    "dataloader_num_workers": "rows are encoded before training",
+    "dataloader_pin_memory": "rows are encoded before training",
+    "dataloader_persistent_workers": "rows are encoded before training",
+    "dataloader_prefetch_factor": "rows are encoded before training",
+    "remove_unused_columns": "unneeded columns are ignored",
     "logging_first_step": "the first step is always logged",
-    "average_tokens_across_devices": "every token of a step weighs the same on all processes, always",
-    "ddp_find_unused_parameters": "parameters may be unused, always",
-    "ddp_broadcast_buffers": "ranks start equal, always",
-    "ddp_timeout": "ranks that wait for each other for good are found within seconds",
+    "average_tokens_across_devices": "every token of a step always weighs the same, on all processes",
+    "ddp_find_unused_parameters": "parameters may always be unused",
+    "ddp_broadcast_buffers": "ranks always start equal",
+    "ddp_timeout": "ranks that wait for each other forever are detected within seconds",
     "ddp_backend": "chosen by the device",
-    "ds3_gather_for_generation": "generation keeps parameters gathered where they fit",
-    "safe_serialization": "weights are safetensors, always",
+    "ds3_gather_for_generation": "generation keeps parameters gathered if they fit",
+    "safe_serialization": "weights are always safetensors",
     "create_checkpoint_symlink": "--resume auto finds the newest checkpoint",
     "ignore_args_error": "options are checked first",
-    "model_type": "the model's own config says it",
+    "model_type": "it is read from the model's config",
     "model_author": "it fills in rows of swift/self-cognition",
     "model_name": "it fills in rows of swift/self-cognition",
-    "use_liger_kernel": "of sft; kernels change no number",
-    "bnb_4bit_quant_storage": "packed weights are sharded whatever holds them",
-    "bnb_4bit_compute_dtype": "packed weights are computed with in --precision",
-    "use_logits_to_keep": "logits that are not used change no number",
-    "vit_gradient_checkpointing": "--gradient-checkpointing is of towers, too, and changes no number",
-    "log_rollout_offpolicy_metrics": "what vLLM says of its answers is compared with what the model says, always",
-    "log_entropy": "it is logged where the trainer computes it",
+    "use_liger_kernel": "for sft only; kernels do not change results",
+    "bnb_4bit_quant_storage": "packed weights are sharded in any storage dtype",
+    "bnb_4bit_compute_dtype": "packed weights compute in --precision",
+    "use_logits_to_keep": "unused logits do not change results",
+    "vit_gradient_checkpointing": "--gradient-checkpointing covers towers, too, and does not change results",
+    "log_rollout_offpolicy_metrics": "vLLM's probabilities are always compared with the model's",
+    "log_entropy": "it is logged if the trainer computes it",
     **dict.fromkeys(
         ("offload_model", "offload_optimizer", "move_model_batches"),
-        "it makes room for a vLLM in the processes that train; --vllm-gpu-memory-utilization says how much that takes",
+        "it makes room for vLLM in the training processes; --vllm-gpu-memory-utilization sets vLLM's share",
     ),
-    "vllm_enable_lora": "what vLLM is given has the adapters merged",
+    "vllm_enable_lora": "vLLM gets weights with the adapters merged",
     **dict.fromkeys(
         (
             *("vllm_enforce_eager", "vllm_enable_prefix_caching", "vllm_disable_custom_all_reduce"),
             *("vllm_speculative_config", "vllm_limit_mm_per_prompt"),
         ),
-        "vLLM decides it, which changes its speed and memory only",
+        "vLLM decides; it affects only its speed and memory",
     ),
-    "galore_optim_per_parameter": "the optimizer steps when all gradients are there",
-    "template": "the tokenizer's own template is used; --chat-template gives another",
+    "galore_optim_per_parameter": "the optimizer steps when all gradients are ready",
+    "template": "the tokenizer's own template is used; --chat-template replaces it",
     "val_dataset_shuffle": "an evaluation gives the same numbers in any order",
-    "padding_side": "padding changes no number",
+    "padding_side": "padding does not change results",
     "logging_dir": "logs are in the output folder",
-    "run_name": "the output folder is the name of the run",
-    "greater_is_better": "lower is better for a loss, higher for all else",
-    "save_on_each_node": "a checkpoint is one for all machines",
+    "run_name": "the output folder names the run",
+    "greater_is_better": "lower is better for a loss, higher for everything else",
+    "save_on_each_node": "all machines share one checkpoint",
     "hub_strategy": "nothing is pushed to a hub",
     "hub_private_repo": "nothing is pushed to a hub",
     "packing_num_proc": "rows are packed by one process",
-    "acc_strategy": "what --metrics names is computed, and no accuracy besides",
-    "logging_nan_inf_filter": "a loss of NaN or inf is shown as it is, and three steps of it in a row end the run",
+    "acc_strategy": "only the metrics that --metrics names are computed",
+    "logging_nan_inf_filter": "a loss of NaN or inf is shown unchanged, and three such steps in a row end the run",
     "local_rank": "the launcher sets it",
-    "save_safetensors": "weights are safetensors, always",
+    "save_safetensors": "weights are always safetensors",
     "num_sample_generations": "answers are written to completions.jsonl",
-    "local_rollout_forward_batch_size": "what it splits is done micro-batch by micro-batch",
-    **dict.fromkeys(("ref_model_type", "reward_model_type", "teacher_model_type"), "the model's own config says it"),
+    "local_rollout_forward_batch_size": "the work is done micro-batch by micro-batch",
+    **dict.fromkeys(
+        ("ref_model_type", "reward_model_type", "teacher_model_type"), "it is read from the model's config"
+    ),
     **dict.fromkeys(
         ("disable_tqdm", "log_level", "skip_memory_metrics", "include_num_input_tokens_seen"),
         "each step prints one line",
     ),
     **dict.fromkeys(
-        ("eval_accumulation_steps", "eval_do_concat_batches"), "an evaluation adds up sums, and keeps none"
+        ("eval_accumulation_steps", "eval_do_concat_batches"), "an evaluation adds up sums and keeps no outputs"
     ),
 }
 
-# What Swift's users ask for and has no equivalent here, by the option's value that asks for nothing.
+# Options without an equivalent here, each with the values that ask for nothing.
 MISSING = {
     **dict.fromkeys(
         (
@@ -139,12 +141,12 @@ MISSING = {
     ),
 }
 
-# Values that say what is done here anyway.
+# Values that ask for what is done here anyway.
 HARMLESS = {
     "task_type": ("causal_lm",),
     "quant_method": ("bnb",),
     "bnb_4bit_quant_type": ("nf4",),
-    "loss_scale": ("last_round",),  # of rlhf, whose trainers compare last answers
+    "loss_scale": ("last_round",),  # for rlhf, whose trainers compare last answers
     "model_kwargs": ("{}",),
     "experts_impl": ("grouped_mm",),
     "use_chat_template": ("true",),
@@ -158,85 +160,86 @@ HARMLESS = {
     "per_device_eval_batch_size": None,  # any: evaluation gives the same loss
 }
 
-# What to do instead of an option that is not here.
+# What to do instead of an option that does not exist here.
 INSTEAD = {
-    "norm_bbox": "boxes are written in thousandths or in pixels, as each family of models knows them",
+    "norm_bbox": "boxes are written in thousandths or in pixels, as each model family expects",
     "packing": "only 'shardproof sft' packs rows; --padding-free leaves padding out in rlhf, too",
-    "train_dataloader_shuffle": "rows are shuffled in each epoch, always (but not with --streaming"
-    " --shuffle-buffer-size 0)",
+    "train_dataloader_shuffle": "rows are always shuffled in each epoch (except with --streaming --shuffle-buffer-size"
+    " 0)",
     **dict.fromkeys(
         ("multi_turn_scheduler", "max_turns"),
-        "a scheduler becomes a class that answers of grpo call, --environments FILE.py:CLASS, or a function, --tools;"
-        " --max-turns N is then --max-tool-calling-iterations N-1 (docs/acting.md has an example)",
+        "turn the scheduler into a class that grpo's answers call (--environments FILE.py:CLASS) or a function "
+        "(--tools); --max-turns N then becomes --max-tool-calling-iterations N-1 (docs/acting.md has an example)",
     ),
     **dict.fromkeys(
         ("use_gym_env", "gym_env"),
         "--environments FILE.py:CLASS lets answers of grpo act in a world that judges them (docs/acting.md)",
     ),
-    "reward_model_plugin": "for a generative judge write a function, --reward-funcs FILE.py:FUNCTION, which may"
-    " be async and ask a server of the judge ('vllm serve MODEL')",
+    "reward_model_plugin": "for a generative judge write a function, --reward-funcs FILE.py:FUNCTION, which may be"
+    " async and query a server with the judge ('vllm serve MODEL')",
     "data_seed": "--seed also sets the order of rows",
     "freeze_parameters_ratio": r"--freeze-parameters takes regular expressions for names, such as 'layers\.[0-9]\.'",
-    "enable_channel_loss": "--val-dataset FILE FILE reports the loss of each file, one kind of rows per file",
-    "response_prefix": "'shardproof infer' has it; in training the template writes the beginning of every"
-    " answer: --chat-template",
+    "enable_channel_loss": "--val-dataset FILE FILE reports the loss of each file; use one file per kind of row",
+    "response_prefix": "'shardproof infer' has it; in training the template writes the start of every answer:"
+    " --chat-template",
     "loss_scale": "'shardproof sft' takes last_round, all and default, each with react, hermes, qwen, agentflan,"
-    " alpha_umi, ignore_think_prefix and (but all) ignore_empty_think after a +; for your own patterns use"
+    " alpha_umi, ignore_think_prefix and (except all) ignore_empty_think after a +; for your own patterns use"
     " --token-weights FILE.json",
-    "generation_batch_size": "--steps-per-generation says how many micro-batches answers are generated for at once",
+    "generation_batch_size": "--steps-per-generation sets the number of micro-batches to generate answers for at once",
     "lora_dtype": "adapters are fp32 and compute in --precision",
-    "quant_method": "bitsandbytes packs, by --quantize nf4 or fp4",
+    "quant_method": "bitsandbytes packs weights, with --quantize nf4 or fp4",
     "bnb_4bit_quant_type": "--quantize fp4",
     "bnb_4bit_use_double_quant": "scales are always packed too",
     **dict.fromkeys(
         ("reward_adapters", "teacher_adapters"),
-        "'shardproof export RUN FOLDER' merges them: name that folder as the model",
+        "merge them with 'shardproof export RUN FOLDER', and give that folder as the model",
     ),
     **dict.fromkeys(
         ("ref_model_revision", "reward_model_revision", "teacher_model_revision"),
-        "'hf download MODEL --revision X --local-dir FOLDER' fetches it: name that folder as the model",
+        "fetch it with 'hf download MODEL --revision X --local-dir FOLDER', and give that folder as the model",
     ),
     **dict.fromkeys(
-        ("load_args", "load_data_args"), "--config RUN/config.yaml takes the options of another run, data and all"
+        ("load_args", "load_data_args"), "--config RUN/config.yaml takes the options of another run, including its data"
     ),
-    **dict.fromkeys(("merge_lora", "max_shard_size"), "'shardproof export RUN FOLDER' does that to a run"),
+    **dict.fromkeys(("merge_lora", "max_shard_size"), "'shardproof export RUN FOLDER' does that with a run"),
     **dict.fromkeys(
         (
             *("max_new_tokens", "num_beams", "stream", "logprobs", "top_logprobs", "infer_backend"),
             *("temperature", "top_p", "top_k", "repetition_penalty"),
         ),
-        "'shardproof infer' generates, and rlhf with --max-completion-length",
+        "'shardproof infer' generates, as does rlhf with --max-completion-length",
     ),
     "ray_exp_name": "--launcher ray starts the processes on a cluster",
     **dict.fromkeys(
         ("use_ray", "device_groups"),
-        "--launcher ray --nproc N starts N processes on a cluster, and in rlhf all models take part in each",
+        "--launcher ray --nproc N starts N processes on a cluster, and in rlhf each of them holds all models",
     ),
-    "fsdp_config": "--stage 0 to 3 says what is sharded",
-    "add_non_thinking_prefix": "the model's own template writes an empty thought or none; with --loss"
-    " answer+ignore_empty_think it is not learnt",
-    "teacher_tag_key": "there is one teacher: --teacher-model-server takes the address of one",
-    "download_mode": "'hf cache rm' takes a dataset out of the cache, and the next run fetches it again",
-    "ignore_data_skip": "'shardproof export CHECKPOINT FOLDER', and --model FOLDER begins anew from its weights",
-    "resume_only_model": "'shardproof export CHECKPOINT FOLDER', and --model FOLDER begins anew from its weights",
+    "fsdp_config": "--stage 0 to 3 sets what is sharded",
+    "add_non_thinking_prefix": "the model's own template decides about empty thoughts; --loss"
+    " answer+ignore_empty_think does not train on them",
+    "teacher_tag_key": "only one teacher is supported: --teacher-model-server takes its address",
+    "download_mode": "'hf cache rm' removes a dataset from the cache, and the next run fetches it again",
+    "ignore_data_skip": "run 'shardproof export CHECKPOINT FOLDER' and start anew from its weights with --model FOLDER",
+    "resume_only_model": "run 'shardproof export CHECKPOINT FOLDER' and start anew from its weights with --model"
+    " FOLDER",
     **dict.fromkeys(
         ("push_to_hub", "hub_model_id"),
-        "'shardproof export runs/RUN FOLDER --push-to-hub OWNER/NAME' does it when the run is done",
+        "'shardproof export runs/RUN FOLDER --push-to-hub OWNER/NAME' does it after the run",
     ),
-    "hub_token": "set HF_TOKEN in the environment, which no process list shows",
+    "hub_token": "set HF_TOKEN in the environment, which does not show up in process lists",
     "packing_length": "--max-length is the length of packed rows",
-    "label_smoothing_factor": "only 'shardproof sft' smooths tokens; --label-smoothing of dpo is about pairs",
+    "label_smoothing_factor": "only 'shardproof sft' smooths tokens; dpo's --label-smoothing is about pairs",
     "tf32": "torch.set_float32_matmul_precision('high') in a file of --external-plugins, or --precision bf16",
-    "use_cpu": "CUDA_VISIBLE_DEVICES= in front of the command hides the GPUs",
+    "use_cpu": "CUDA_VISIBLE_DEVICES= before the command hides the GPUs",
     "auto_find_batch_size": "'shardproof plan' says what fits before anything is loaded",
-    "logging_strategy": "--logging-steps says how often",
-    "max_epochs": "--epochs says how many",
+    "logging_strategy": "--logging-steps sets the interval",
+    "max_epochs": "--epochs sets the number",
     "sync_ref_model": "--sync-ref-steps N does it every N steps",
-    "enable_dft_loss": "--loss-type dft of 'shardproof sft'",
+    "enable_dft_loss": "use --loss-type dft with 'shardproof sft'",
     **dict.fromkeys(
         ("new_special_tokens", "rope_scaling", "max_model_len"),
-        "'shardproof sft' changes a model so, and rlhf begins with the one that it has saved",
+        "make the change with 'shardproof sft', and start rlhf from the saved model",
     ),
-    **dict.fromkeys(("task_type", "num_labels", "problem_type"), "'shardproof sft --task seq_cls' learns labels"),
+    **dict.fromkeys(("task_type", "num_labels", "problem_type"), "'shardproof sft --task seq_cls' trains on labels"),
     "streaming": "rlhf keeps the texts of all rows in memory; sft has --streaming",
 }

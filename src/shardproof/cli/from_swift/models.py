@@ -1,4 +1,4 @@
-"""What a command of ms-swift's asks of its model: what its name says of it, or the config of its folder."""
+"""What is known about the model of an ms-swift command, from its name or the config in its folder."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from shardproof.train.model.lacking import OF_SWIFT
 
-# Families of models that take more than text, by their names. Of one that does not there is nothing to freeze, which
-# its run says; of one that is missing here towers would be trained without a word.
+# Model families that take more than text, by name. If a text-only model matches, nothing can be frozen, and its run
+# reports it; if a family is missing here, its towers would be trained silently.
 _SEEING = re.compile(
     r"omni|audio|vision|multimodal|(^|[-_/.\d])vl|qvq|ocr|[-_/](asr|tts)|glm-[\d.]*v|glm-edge-v|autoglm|glyph|cog(agent|vlm)"
     r"|llava|intern-?vl|intern-s|xcomposer|minicpm-?(o|v|llama)|(?<!embedding)gemma-?[34]|(med|pali|diffusion)gemma"
@@ -21,11 +21,11 @@ _SEEING = re.compile(
 
 
 def looks_or_hears(model: str) -> bool:
-    """Whether a model takes more than text, as the config of its folder or its name says."""
+    """Whether a model takes more than text, according to the config in its folder or its name."""
     return _has_parts(_config_of(model)) or bool(_SEEING.search(model.lower()))
 
 
-# What of a file is taken by default there, and is not here: by what a name holds, the first that fits.
+# Differing defaults of ms-swift for how much of a file is used, by a pattern of the name; the first match counts.
 _TAKEN = (
     (r"qwen3[-_]vl[-_]embedding", {"max_image_tokens": "1800", "fps": "1", "max_frames": "64"}),
     (r"qwen3[-_]vl[-_]reranker", {"max_image_tokens": "1280", "fps": "1", "max_frames": "64"}),
@@ -35,42 +35,45 @@ _SAME_BOUND = {"max_image_tokens": "max_pixels"}
 
 
 def against_vllm(options: Sequence[tuple[str, list[str]]]) -> list[str]:
-    """Why a command cannot have vLLM answer here, as it can there."""
+    """Why vLLM cannot answer for a command here, although it can in ms-swift."""
     given = {name: " ".join(values) for name, values in options}
     if given.get("infer_backend", "").lower() != "vllm":
         return []
     if folder := given.get("adapters") or given.get("ckpt_dir"):
         merged = f"{folder.rstrip('/')}-merged"
         return [
-            f"--infer-backend vllm: it is given whole models; 'shardproof export {folder} {merged}', and ask that one"
+            f"--infer-backend vllm: it takes full models only; run 'shardproof export {folder} {merged}' and use the "
+            "result"
         ]
     if (model := given.get("model", "")) and looks_or_hears(model):
-        return [f"--infer-backend vllm: it is asked about text alone, and {model} takes files, too; leave it out"]
+        return [f"--infer-backend vllm: it supports text only, and {model} takes files, too; leave it out"]
     return []
 
 
 def taken_of_files(model: str, given: Collection[str]) -> dict[str, str]:
-    """How much ms-swift takes by default of files that rows name: in options of ours, but for those that are given."""
+    """How much ms-swift uses of files by default, as our options, without those that are given."""
     taken = next((options for fits, options in _TAKEN if re.search(fits, model.lower())), {})
     return {name: value for name, value in taken.items() if not {name, _SAME_BOUND.get(name)} & {*given}}
 
 
 def with_files(values: dict[str, list[str]], notes: list[str]) -> None:
-    """Write that out for a run."""
+    """Add these options to those of a run."""
     values |= {name: [value] for name, value in taken_of_files(values["model"][0], values).items()}
     if "max_seconds" not in values:
-        notes.append("a sound or video of more than a minute makes a bad row, there not: --max-seconds N allows more")
+        notes.append(
+            "audio or video of more than a minute makes a bad row, unlike in ms-swift: --max-seconds N allows more"
+        )
 
 
 def without_parts(values: dict[str, list[str]], given: Collection[str], notes: list[str]) -> None:
-    """Leave out what is said of the parts of a model of text: nothing there, where it has none."""
+    """Leave out options about parts that a text model lacks; ms-swift ignores them."""
     config = _config_of(values.get("model", [""])[0])
     if not config or _has_parts(config):
         return
     for option, theirs in OF_SWIFT.items():
         if option in values and not {*given}.isdisjoint(theirs):
             said = f"--{option.replace('_', '-')} {' '.join(values.pop(option))}"
-            notes.append(f"{said} is left out: {values['model'][0]} is a model of text, of whose parts it says nothing")
+            notes.append(f"{said} is left out: {values['model'][0]} is a text model without such parts")
 
 
 def _has_parts(config: dict[str, Any]) -> bool:
@@ -78,14 +81,14 @@ def _has_parts(config: dict[str, Any]) -> bool:
 
 
 def longest(model: str) -> int | None:
-    """How many tokens the model of a folder can hold, by its config."""
+    """The context length of the model in a folder, from its config."""
     config = _config_of(model)
     found = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
     return found if isinstance(found, int) else None
 
 
 def _config_of(model: str) -> dict[str, Any]:
-    """The config of a folder with a model; empty where there is none."""
+    """The config of a model folder; empty if there is none."""
     try:
         found = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

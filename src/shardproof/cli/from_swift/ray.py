@@ -1,4 +1,4 @@
-"""What ms-swift is told of a cluster of Ray's."""
+"""ms-swift's options for a Ray cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def launcher(values: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def processes(values: list[str]) -> list[tuple[str, list[str]]]:
-    """`--device_groups`, of one group of processes that train; models of rlhf on devices of their own are not here."""
+    """`--device_groups` with one group of training processes; rlhf models on separate devices are not supported."""
     text = " ".join(values)
     try:
         said = json.loads(text)
@@ -28,7 +28,7 @@ def processes(values: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def _count(ranks: object) -> int:
-    """How many processes these words of Swift's are: a number, a list, or one that Python would write so."""
+    """The number of processes that ms-swift's `ranks` stand for: a number, a list, or the text of a Python list."""
     if isinstance(ranks, list):
         return len(ranks)
     text = str(ranks)

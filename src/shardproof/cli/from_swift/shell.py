@@ -1,4 +1,4 @@
-"""The commands of ms-swift in a text for a shell: variables and options, without what the shell does around it."""
+"""ms-swift commands in a shell script: variables and options, without redirections, pipes and the like."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from shardproof.cli.from_swift.launchers import command_at, launched
 from shardproof.errors import ConfigError
 from shardproof.train.options.option import flag
 
-# Whichever begins first: a comment may hold a lone quote, and a text a line that begins with '#'.
+# Whichever comes first: a comment may hold a lone quote, and a quoted text a line that starts with '#'.
 _QUOTED_OR_COMMENT = re.compile(r"('[^']*'|\"(?:[^\"\\]|\\.)*\")|(?<!\S)#[^\n]*")
 _REDIRECTION = re.compile(r"(?<![^\s;|&])(?:\d+|&)?(?:>>|>|<)(?:&\d|&-|\s*[^\s;|&]+)")
 _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)|\$\(\s*expr\s([^()]*)\)|`\s*expr\s([^`]*)`")
-# Commands of Swift that are read, and of others what does their work.
+# What replaces the ms-swift commands that are not read.
 _OTHERS = {
     **{name: f"In place of 'swift {name}': {instead}." for name, instead in COMMANDS.items()},
 }
-_IN_FRONT = ("nohup", "env", "exec", "time", "then", "do", "else", "{", "(")  # of a command
+_IN_FRONT = ("nohup", "env", "exec", "time", "then", "do", "else", "{", "(")  # words that may precede a command
 READ = ("sft", "pt", "rlhf", "infer", "export")
-_PRETRAINING = {"use_chat_template": "false", "loss_scale": "all"}  # what 'pt' is beside 'sft'
-_BLANK = "\x01"  # in a sum, which is one word
-_BARE = "\x02"  # the dollar of a variable that no quotes hold together
-# Behind :- and the like stands what a variable is where it is nothing, which may hold one in braces.
+_PRETRAINING = {"use_chat_template": "false", "loss_scale": "all"}  # the defaults of 'pt' that differ from 'sft'
+_BLANK = "\x01"  # a space within a sum, which has to stay one word
+_BARE = "\x02"  # the dollar of an unquoted variable
+# After :- and the like comes the default of an empty variable, which may itself hold a variable in braces.
 _VARIABLE = re.compile(
     rf"([{_BARE}$])(?:([A-Za-z_]\w*)|\{{([A-Za-z_]\w*)(?:(:?[-=])((?:[^{{}}]|\{{[^{{}}]*\}})*))?\}})"
 )
@@ -39,15 +39,15 @@ _SEPARATOR = re.compile(r"\n|;|&&|\|\||\||&")
 
 @dataclass
 class Line:
-    """A command in a text.
+    """A command in a script.
 
     Attributes:
-        command: one of READ; 'pt' is 'sft' with other defaults, and stands here as that.
-        options: names with underscores and their values, in order; an option that stands there twice does so here.
-        variables: what is assigned in front of the command, or above it.
-        exported: those of them that the command sees, and that the text does not use itself.
-        dressed: whether a redirection, a pipe or the background was left out.
-        missing: what its launcher was told, and nothing here does.
+        command: one of READ; 'pt' is 'sft' with other defaults, and appears as 'sft'.
+        options: names with underscores and their values, in order; an option that is given twice appears twice.
+        variables: those assigned before the command, on its line or above.
+        exported: those of them that the command sees, and that the script does not use itself.
+        dressed: whether a redirection, a pipe or an `&` was left out.
+        missing: settings of its launcher without an equivalent here.
     """
 
     command: str
@@ -59,10 +59,10 @@ class Line:
 
 
 def read(text: str) -> list[Line]:
-    """The commands of Swift's in a text, in order.
+    """The ms-swift commands in a script, in order.
 
     Raises:
-        ConfigError: there is none, or it is no shell command.
+        ConfigError: there is none, or the text is not a shell command.
     """
     commands, dressed = _commands(text)
     variables: dict[str, str] = {}
@@ -87,7 +87,7 @@ def read(text: str) -> list[Line]:
             line.exported |= exported - used
             found.append(line)
             exported -= variables.keys() - before.keys()
-            variables = before  # what stands in front of a command is its own
+            variables = before  # assignments before a command are for this command only
     if not found:
         hints = [hint for name, hint in _OTHERS.items() if re.search(rf"\bswift {name}\b", " ".join(text.split()))]
         none = "There is no 'swift sft', 'pt', 'rlhf', 'infer' or 'export' in this text."
@@ -96,18 +96,18 @@ def read(text: str) -> list[Line]:
 
 
 def not_read(text: str) -> list[str]:
-    """What does the work of each other command of Swift's in a text, which `read` passes over."""
+    """What replaces each other ms-swift command in a script, which `read` passes over."""
     found = []
     for words in _commands(text)[0]:
         at = next((i for i, word in enumerate(words) if "=" not in word and word not in _IN_FRONT), len(words))
         if words[at : at + 1] == ["swift"] and words[at + 1 : at + 2] not in ([], *([name] for name in READ)):
             name = words[at + 1]
-            found.append(_OTHERS.get(name, f"'swift {name}': a command of ms-swift without equivalent here."))
+            found.append(_OTHERS.get(name, f"'swift {name}': an ms-swift command without an equivalent here."))
     return list(dict.fromkeys(found))
 
 
 def _commands(text: str) -> tuple[list[list[str]], bool]:
-    """The words of each command of a text, and whether something was left out that the shell does around them."""
+    """The words of each command in a script, and whether redirections, pipes or the like were left out."""
     text = _SUM.sub(lambda match: re.sub(r"\s", _BLANK, match[0]), text)
     quotes: list[str] = []
 
@@ -134,7 +134,8 @@ def _commands(text: str) -> tuple[list[list[str]], bool]:
 
 
 def _all_filled(words: list[str], variables: dict[str, str]) -> list[str]:
-    """The words of a command; what is assigned in front of it counts for the next assignment, not yet for its words."""
+    """The words of a command with variables filled in; an assignment before it counts for later assignments, but not
+    for its words."""
     found: list[str] = []
     ahead, in_front = dict(variables), True
     for word in words:
@@ -147,8 +148,8 @@ def _all_filled(words: list[str], variables: dict[str, str]) -> list[str]:
 
 
 def _filled(word: str, variables: dict[str, str]) -> list[str]:
-    """A word with the values of the text's variables, and with its sums done; of others the text does not say what they
-    are. It is several words, or none, where a value without quotes is; not where it is assigned."""
+    """A word with the script's variables and sums replaced by their values; other variables stay, as their values are
+    not known. An unquoted value may become several words, or none, except in an assignment."""
     assigned = re.match(r"[A-Za-z_]\w*=", word)
 
     def value(match: re.Match[str]) -> str:
@@ -175,10 +176,10 @@ def _filled(word: str, variables: dict[str, str]) -> list[str]:
 
 
 def _worth(node: ast.expr) -> int:
-    """The value of a sum of whole numbers, as a shell has it: a division is cut towards 0.
+    """The value of an integer expression, as a shell computes it: division truncates towards 0.
 
     Raises:
-        ArithmeticError, ValueError: it divides by 0, or is no such sum.
+        ArithmeticError, ValueError: it divides by 0, or is not such an expression.
     """
     match node:
         case ast.Constant(value=int(value)):
@@ -198,7 +199,7 @@ def _worth(node: ast.expr) -> int:
                     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
                 case ast.Mod():
                     return abs(a) % abs(b) * (1 if a >= 0 else -1)
-    raise ValueError("no sum of whole numbers")
+    raise ValueError("not an integer expression")
 
 
 def _line(words: list[str], variables: dict[str, str]) -> Line:
@@ -213,7 +214,9 @@ def _line(words: list[str], variables: dict[str, str]) -> Line:
             line.options.append(("config", [word]))
         else:
             _check_known(word, word)
-            raise ConfigError(f"{word} stands without an option. Only a file of options does, and it stands first.")
+            raise ConfigError(
+                f"{word} is not preceded by an option. Only a file of options may be, and it comes first."
+            )
     _take_files(line)
     if words[0] == "pt":
         given = {name for name, _ in line.options}
@@ -228,7 +231,7 @@ def _line(words: list[str], variables: dict[str, str]) -> Line:
 
 
 def _take_files(line: Line) -> None:
-    """Put the options of a file, and its variables, where it is named; what stands on the command line wins."""
+    """Insert the options of a file, and its variables, where it is named; the command line takes precedence."""
     for path in [" ".join(given) for name, given in line.options if name == "config"]:
         if not path:
             raise ConfigError("--config needs a file of options.")
@@ -245,4 +248,4 @@ def _take_files(line: Line) -> None:
 
 def _check_known(whole: str, value: str) -> None:
     if unknown := _UNKNOWN.search(value):
-        raise ConfigError(f"{whole}: the text does not say what {unknown[0]} is. Put its value there.")
+        raise ConfigError(f"{whole}: the script does not define {unknown[0]}. Put its value there.")

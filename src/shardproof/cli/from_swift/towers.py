@@ -1,4 +1,4 @@
-"""Whether parts of a model were named by ms-swift's options, which say nothing there of a model that lacks them."""
+"""Whether parts of a model were named by ms-swift's options, which have no effect there for models without them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardproof.train.model.lacking import OF_SWIFT
 
 
 def of_towers(argv: Sequence[str], file: str | None) -> set[str]:
-    """Those of ms-swift's options about parts that stand on a command line or in its file of options."""
+    """ms-swift's options about parts that are given on a command line or in its file of options."""
     from shardproof.cli.yaml_file import entries
 
     given = [word.partition("=")[0].removeprefix("--") for word in argv if word.startswith("--")]

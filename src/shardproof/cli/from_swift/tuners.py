@@ -1,16 +1,16 @@
-"""What Swift's kinds of tuners other than LoRA, and GaLore, are here."""
+"""The equivalents of ms-swift's tuners other than LoRA, and of GaLore."""
 
 from __future__ import annotations
 
 from shardproof.cli.from_swift.missing import is_on
 from shardproof.train.options.tuners import OTHER_NAMES
 
-OF_TUNER = {  # its defaults, by kind, where PEFT's is another
+OF_TUNER = {  # ms-swift's defaults, by kind, where PEFT's differ
     "adalora": {"lora_alpha": "32", "lora_dropout": "0.05"},
     "fourierft": {"n_frequency": "2000", "scaling": "300"},
     "miss": {"r": "8"},
 }
-# Which of LoRA's options Swift hands to them, and as what.
+# Which of LoRA's options ms-swift passes on to them, and under which name.
 OF_LORA = {
     "adalora": {"lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"},
     "miss": {"lora_rank": "r"},
@@ -18,15 +18,15 @@ OF_LORA = {
 
 
 def with_new_blocks(values: dict[str, list[str]]) -> None:
-    """LLaMA-Pro trains blocks that are added to a model, and is no tuner here."""
+    """LLaMA-Pro trains blocks that are added to a model; it is not a tuner here."""
     if values.get("tuner", [""])[0].lower() == "llamapro":
         values["tuner"] = ["full"]
         values.setdefault("new_blocks", ["4"])
-        values.setdefault("learning_rate", ["1e-4"])  # Swift's of all but full
+        values.setdefault("learning_rate", ["1e-4"])  # ms-swift's default for all but full
 
 
 def of_other_tuners(values: dict[str, list[str]]) -> None:
-    """What Swift's other adapters take of LoRA's options, and its defaults of them, under PEFT's names."""
+    """The options that ms-swift's other adapters share with LoRA, and their defaults, under PEFT's names."""
     kind = values["tuner"][0].lower()
     if kind in ("full", "lora") or "adapters" in values:
         return
@@ -41,7 +41,7 @@ def of_other_tuners(values: dict[str, list[str]]) -> None:
         values["tuner_arguments"] = [*given.values()]
 
 
-# Options of its other adapters, as PEFT's configurations call them.
+# Options of ms-swift's other adapters, under the names of PEFT's configurations.
 OF_TUNERS = {
     **{f"adalora_{name}": name for name in ("target_r", "init_r", "tinit", "tfinal", "deltaT", "beta1", "beta2")},
     "adalora_orth_reg_weight": "orth_reg_weight",

@@ -1,4 +1,4 @@
-"""Options of ms-swift whose values say something else here, each with what turns it into ours."""
+"""ms-swift options whose values have to be translated, each with the function that does it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardproof.data.forms.formats import FIELDS
 from shardproof.errors import ConfigError
 from shardproof.train.options.option import BEGINNINGS, REPORTS
 
-HIDES = ("_", "-")  # fields that no row has, to which Swift's own lists of columns bring what is not to be read
+HIDES = ("_", "-")  # dummy fields that ms-swift's column lists map unwanted columns to
 Ours = list[tuple[str, list[str]]]  # our option and its values
 
 
@@ -31,7 +31,7 @@ def _precision(name: str, values: list[str]) -> Ours:
 def _scheduler_kwargs(values: list[str]) -> Ours:
     text = " ".join(values)
     if not text.lstrip().startswith("{"):
-        return [("lr_scheduler_kwargs", values)] if text.lower() != "none" else []  # in our own form
+        return [("lr_scheduler_kwargs", values)] if text.lower() != "none" else []  # already in our form
     try:
         found = json.loads(text, parse_float=str, parse_int=str)
     except ValueError:
@@ -51,14 +51,14 @@ def _checkpointing(values: list[str]) -> Ours:
 
 
 def _sampling(values: list[str]) -> Ours:
-    """transformers 5 calls it so, and Swift hands it on."""
+    """The name of transformers 5, which ms-swift passes on."""
     if (name := " ".join(values)) not in ("random", "group_by_length"):
-        there = f"there is random and group_by_length: {INSTEAD['train_dataloader_shuffle']}"
+        there = f"it takes random and group_by_length: {INSTEAD['train_dataloader_shuffle']}"
         raise missing(f"--train-sampling-strategy {name}", there)
     return [("group_by_length", ["yes"])] if name == "group_by_length" else []
 
 
-# transformers' names of the optimizers that are here.
+# transformers' names for the optimizers that exist here.
 OPTIM = {
     "adamw_torch": "",
     "adamw_torch_fused": "",
@@ -72,16 +72,16 @@ OPTIM = {
 def _optim(values: list[str]) -> Ours:
     name = " ".join(values).lower()
     if name not in OPTIM and name != "none":
-        others = "another optimizer comes with --external-plugins and --optimizer"
-        raise missing(f"--optim {name}", f"there is {', '.join(OPTIM)}, and {others}")
+        others = "for another optimizer use --external-plugins and --optimizer"
+        raise missing(f"--optim {name}", f"it takes {', '.join(OPTIM)}; {others}")
     found = OPTIM.get(name)
     return [("optimizer", [found])] if found else []
 
 
-# Swift's own optimizers that other options ask for here.
+# ms-swift's own optimizers that other options select here.
 ASKED_BY = {
     "lorap": "--lorap-lr-ratio 16 is LoRA+ with any optimizer: leave --optimizer out",
-    "multimodal": "--part-learning-rates goes with any optimizer: leave --optimizer out",
+    "multimodal": "--part-learning-rates works with any optimizer: leave --optimizer out",
 }
 
 
@@ -92,27 +92,27 @@ def _optimizer(values: list[str]) -> Ours:
     return [("optimizer", values)]
 
 
-# Where ms-swift and transformers report to, and nobody does here.
+# Trackers that ms-swift and transformers report to, and that are not supported here.
 _REPORTS = {"all", "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "neptune"}
 
 
 def _report_to(values: list[str]) -> Ours:
     if others := [name for name in ",".join(values).split(",") if name.lower() in _REPORTS]:
-        raise missing(f"--report-to {' '.join(others)}", f"there is {', '.join(REPORTS)}")
+        raise missing(f"--report-to {' '.join(others)}", f"it takes {', '.join(REPORTS)}")
     return [("report_to", values)]
 
 
 def _save_limit(values: list[str]) -> Ours:
-    """Of checkpoints; -1 keeps all."""
+    """The limit of checkpoints; -1 keeps all."""
     return [("save_total_limit", values)] if values not in (["-1"], ["none"], ["None"]) else []
 
 
-FSDP2 = {"fsdp": "full_shard auto_wrap", "fsdp_config": {}}  # Swift's file of that name
+FSDP2 = {"fsdp": "full_shard auto_wrap", "fsdp_config": {}}  # ms-swift's file of that name
 
 
 def _fsdp(values: list[str]) -> Ours:
-    """The name of a file of Swift's, or one of one's own, in transformers' words. What it says of activations that are
-    computed again is --gradient-checkpointing, which both do unless they are told otherwise."""
+    """The name of an ms-swift file, or the user's own file in transformers' format. Its entry about recomputing
+    activations is --gradient-checkpointing, which both do by default."""
     text = " ".join(values)
     if text.lower() == "none":
         return []
@@ -128,7 +128,7 @@ def _fsdp(values: list[str]) -> Ours:
 
 
 def _bits(values: list[str]) -> Ours:
-    """Of a base, packed by bitsandbytes."""
+    """The bits of a base packed by bitsandbytes."""
     bits = " ".join(values).lower()
     if bits not in ("4", "none"):
         raise missing(f"--quant-bits {bits}", "--quantize nf4 keeps a frozen base in four bits")
@@ -136,31 +136,32 @@ def _bits(values: list[str]) -> Ours:
 
 
 def _init_weights(values: list[str]) -> Ours:
-    """Of adapters, in PEFT's words."""
+    """The initialisation of adapters, in PEFT's terms."""
     name = " ".join(values)
     if name.lower() in ("true", "none"):
         return []
     if name.lower() == "false":
-        why = "adapters would begin at random and change the model"
-        raise missing("--init-weights false", f"{why}. There is {BEGINNINGS}")
+        why = "adapters would start at random and change the model"
+        raise missing("--init-weights false", f"{why}. It takes {BEGINNINGS}")
     return [("init_lora_weights", values)]
 
 
 def _sleep(values: list[str]) -> Ours:
-    """Of a vLLM in the processes; at Swift's level 1 it keeps its weights on the host, and is given them here."""
+    """The sleep level of vLLM in the training processes; at ms-swift's level 1 vLLM keeps its weights on the host, and
+    here it gets them again."""
     return [] if " ".join(values).lower() in ("0", "none") else [("vllm_sleep", ["yes"])]
 
 
-RANKING = {  # Swift 3 had four
+RANKING = {  # ms-swift 3 had four
     **dict.fromkeys(("pointwise_reranker", "reranker", "generative_reranker"), "pointwise"),
     **dict.fromkeys(("listwise_reranker", "listwise_generative_reranker"), "listwise"),
 }
 
 
 def _loss_type(values: list[str]) -> Ours:
-    """A loss of embeddings, of rerankers or a plugin's, of sft; DFT has a name of its own there."""
+    """A loss for embeddings, rerankers or sft, or a plugin's; DFT has its own option there."""
     value = " ".join(values)
-    if value.lower() in ("none", "loss_scale", "cross_entropy"):  # weights of tokens are taken in any case
+    if value.lower() in ("none", "loss_scale", "cross_entropy"):  # token weights are used in any case
         return []
     if value == "online_contrastive":
         takes = "--task embedding takes --loss infonce, cosine_similarity and contrastive"
@@ -169,7 +170,8 @@ def _loss_type(values: list[str]) -> Ours:
 
 
 def _loss_scale(values: list[str]) -> Ours:
-    """What is learnt, and sets of weights of parts of it, in one word there: `last_round+react+ignore_empty_think`."""
+    """Which tokens are trained on, and sets of token weights, in one word there:
+    `last_round+react+ignore_empty_think`."""
     learnt, *sets = (parts := " ".join(values).split("+"))
     if learnt not in ("default", "last_round", "all"):
         learnt, sets = "default", parts
@@ -177,7 +179,7 @@ def _loss_scale(values: list[str]) -> Ours:
     ignores = "ignore_empty_think" in sets
     sets = [name for name in sets if name != "ignore_empty_think"]
     if not set(sets) <= set(BUILT_IN) or (ignores and learnt == "all"):
-        return [("loss_scale", values)]  # which is nothing here
+        return [("loss_scale", values)]  # refused here
     loss = {"default": "answer"}.get(learnt, learnt) + "+ignore_empty_think" * ignores
     return [("loss", [loss]), *([("token_weights", sets)] if sets else [])]
 
@@ -193,7 +195,7 @@ def _dft(values: list[str]) -> Ours:
 
 
 def _rope(values: list[str]) -> Ours:
-    """A kind (`yarn`), or a JSON object of a kind and a factor."""
+    """A kind (`yarn`), or a JSON object with a kind and a factor."""
     text = " ".join(values)
     if text.lower() == "none":
         return []
@@ -208,18 +210,18 @@ def _rope(values: list[str]) -> Ours:
 
 
 def _columns(values: list[str]) -> Ours:
-    """Swift maps a file's column to its field; here a field names its column. A name that means nothing hides a
-    column there."""
+    """ms-swift maps a file's column to a field; here a field names its column. An unknown field hides a column
+    there."""
     try:
         said = json.loads(" ".join(values)).items()
     except (ValueError, AttributeError):
-        return [("columns", values)]  # in our own form
+        return [("columns", values)]  # already in our form
     fields: dict[str, str] = {}
     hidden: list[str] = []
     for column, field in said:
         if field in fields:
             raise ConfigError(
-                f"--columns: {fields[field]!r} and {column!r} are both to be {field!r}. Name one of them."
+                f"--columns: {fields[field]!r} and {column!r} are both mapped to {field!r}. Name one of them."
             )
         if field in HIDES:
             hidden.append(column)
@@ -227,19 +229,19 @@ def _columns(values: list[str]) -> Ours:
             fields[field] = column
     for column in hidden:
         if column in FIELDS and column not in fields:
-            raise ConfigError(f"--columns: {column!r} is read where a row has it. Take that column out of the rows.")
+            raise ConfigError(f"--columns: {column!r} is read if a row has it. Remove that column from the rows.")
     return [("columns", [f"{field}={column}" for field, column in fields.items()])] if fields else []
 
 
 def _rpo(values: list[str]) -> Ours:
-    """DPO plus so much of learning the better answer: two losses of TRL's."""
+    """DPO plus a weighted loss on the better answer: two of TRL's losses."""
     if not values or values[0].lower() in ("none", "0", "0.0"):
         return []
     return [("loss_type", ["sigmoid", "sft"]), ("loss_weights", ["1", *values])]
 
 
 def _thinking(values: list[str]) -> Ours:
-    """A variable of the templates that know it."""
+    """A variable of templates that have it."""
     value = " ".join(values).lower()
     return [("template_variables", [f"enable_thinking={value or 'true'}"])] if value != "none" else []
 
@@ -250,17 +252,17 @@ TASKS = ("causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker")
 def _task(values: list[str]) -> Ours:
     name = " ".join(values).lower()
     if name not in (*TASKS, "none"):
-        raise missing(f"--task-type {name}", f"there is {', '.join(TASKS)}")
+        raise missing(f"--task-type {name}", f"it takes {', '.join(TASKS)}")
     return [("task", [name])] if name in TASKS else []
 
 
 def _max_steps(values: list[str]) -> Ours:
-    """Transformers' -1 leaves it to the epochs."""
+    """transformers' -1 leaves it to the epochs."""
     return [("max_steps", values)] if values != ["-1"] else []
 
 
 def _scale_rewards(values: list[str]) -> Ours:
-    """It was yes or no before it named a group, in TRL, too; GDPO scales the rewards of each function by themselves."""
+    """It was yes or no before it named a group, as in TRL; GDPO scales the rewards of each function separately."""
     if " ".join(values).lower() == "gdpo":
         return [("trl_arguments", ["multi_objective_aggregation=normalize_then_sum"])]
     meant = {"true": "group", "false": "none"}
@@ -268,16 +270,17 @@ def _scale_rewards(values: list[str]) -> Ours:
 
 
 def _label_names(values: list[str]) -> Ours:
-    """Transformers' name of what holds labels, which they have here, too; otherwise ours, of the labels."""
+    """transformers' name of the label column, which is the same here; other values are our option for the labels'
+    names."""
     return [("label_names", values)] if values != ["labels"] else []
 
 
 def _use_template(values: list[str]) -> Ours:
-    """Without a template classifiers read plain text."""
+    """Without a template, classifiers read plain text."""
     return [("plain", ["yes"])] if " ".join(values).lower() in ("false", "no", "0") else []
 
 
-# The towers are one for Swift.
+# ms-swift treats all towers as one.
 TOWERS = {"llm": ["llm"], "vit": ["vision", "audio"], "aligner": ["aligner"]}
 
 
@@ -292,7 +295,7 @@ def _rate(name: str, values: list[str]) -> Ours:
     return [("part_learning_rates", [f"{part}={values[0]}" for part in TOWERS[name]])]
 
 
-# Of rlhf, what TRL calls them.
+# rlhf options under TRL's names.
 OF_TRL = {
     "top_entropy_quantile": "top_entropy_quantile",
     "tau_pos": "sapo_temperature_pos",
@@ -305,7 +308,7 @@ OF_TRL = {
 }
 
 
-RL = (*OF_TRL, "rpo_alpha", "scale_rewards")  # special ones of rlhf alone
+RL = (*OF_TRL, "rpo_alpha", "scale_rewards")  # options of rlhf only
 
 
 def _of_trl(name: str, values: list[str]) -> Ours:
@@ -315,19 +318,19 @@ def _of_trl(name: str, values: list[str]) -> Ours:
 
 
 def _tuner(values: list[str]) -> Ours:
-    """LoRA of the language model beside towers that are trained whole has a name of its own there."""
+    """LoRA on the language model with fully trained towers has its own name there."""
     if " ".join(values).lower() != "lora_llm":
         return [("tuner", values)]
     return [("tuner", ["lora"]), ("modules_to_save", [*TOWERS["vit"], *TOWERS["aligner"]])]
 
 
 def _of_teacher(values: list[str]) -> Ours:
-    """How the teacher alone is sharded, and kept: what stage 2 offloads there is an optimizer, of which it has none."""
+    """How the teacher alone is sharded and offloaded: stage 2 offloads the optimizer there, which a teacher lacks."""
     text = " ".join(values)
     if text not in ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"):
         raise missing(
             f"--teacher-deepspeed {text}",
-            "--model-stages teacher_model=3 and --model-offloads teacher_model=all say it",
+            "use --model-stages teacher_model=3 and --model-offloads teacher_model=all",
         )
     kept = [("model_offloads", ["teacher_model=all"])] if text == "zero3_offload" else []
     return [("model_stages", [f"teacher_model={text[4]}"]), *kept]
@@ -338,16 +341,16 @@ def _kept_teacher(values: list[str]) -> Ours:
     return [("model_offloads", ["teacher_model=all"])] if asked else []
 
 
-# Options that several of Swift's add to.
+# Options that several of ms-swift's contribute to.
 ADDED = ("freeze", "part_learning_rates", "trl_arguments", "tuner_arguments", "optimizer_arguments", "modules_to_save")
 
 NLG = ["rouge_l", "bleu"]
-# What evaluations of embeddings and rerankers tell in any case.
+# Metrics that evaluations of embeddings and rerankers report in any case.
 TOLD_ANYWAY = "infonce", "paired", "reranker"
 
 
 def _metric(of_answers: Mapping[str, list[str]], values: list[str]) -> Ours:
-    """What answers are judged by has names of its own there."""
+    """The metrics of answers have other names there."""
     name = " ".join(values).lower()
     if name in ("none", *TOLD_ANYWAY):
         return []
