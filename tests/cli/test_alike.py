@@ -58,7 +58,7 @@ def test_a_model_that_is_not_there_is_named(model):
     (model / "config.json").unlink()
     assert "config.json differs, or one of them lacks it" in difference(first, machine(model, "node1"))
     shutil.rmtree(model)
-    assert difference(first, machine(model, "node1")).startswith(f"node1 has no {model}, but node0 has.")
+    assert difference(first, machine(model, "node1")).startswith(f"node1 has no {model}, but node0 does.")
 
 
 def test_other_reward_files_are_named(model, tmp_path):
@@ -68,4 +68,4 @@ def test_other_reward_files_are_named(model, tmp_path):
     for host in ("node0", "node1"):
         file.write_text(f"def same(completions, **columns): return [{host!r} > 'a'] * len(completions)\n")
         machines.append(Machine.here(config, own_copies(config))._replace(host=host))
-    assert difference(*machines).startswith(f"{file} on node1 is not what it is on node0")
+    assert difference(*machines).startswith(f"{file} on node1 is not the same as on node0")

@@ -25,7 +25,7 @@ from shardproof.train.folder import ADAPTER
     [
         ({"vllm_max_model_len": 10}, "--vllm-max-model-len needs --backend vllm"),
         ({"backend": "vllm", "image": ["a.png"]}, "models that vLLM supports itself: leave --image out"),
-        ({"backend": "vllm", "external_plugins": ["mine.py"]}, "no --external-plugins"),
+        ({"backend": "vllm", "external_plugins": ["mine.py"]}, "leave --external-plugins out"),
         ({"backend": "vllm", "num_beams": 2}, "does not support beam search"),
     ],
 )

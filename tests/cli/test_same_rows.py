@@ -66,12 +66,12 @@ def test_pictures_that_are_missing(prepared: Any, rows: Path) -> None:
 
 def test_pictures_that_are_others(prepared: Any, rows: Path) -> None:
     said = told(prepared, lambda: shutil.copy(rows.with_name("b.png"), rows.with_name("a.png")))
-    assert said == f"a.png of {rows}:1 is not on node1 what it is on node0"
+    assert said == f"a.png of {rows}:1 is not the same on node1 as on node0"
 
 
 def test_rows_that_are_others(prepared: Any, rows: Path) -> None:
     said = told(prepared, lambda: rows.write_text(rows.read_text().replace("two", "ten")))
-    assert said == f"{rows}#{ROWS - 2} is not on node1 what it is on node0"
+    assert said == f"{rows}#{ROWS - 2} is not the same on node1 as on node0"
 
 
 def test_no_rows(prepared: Any, rows: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_command_is_translated_with_the_defaults_that_differ():
     }
     assert notes == [
         hubs.TOLD,
-        "--dataloader-num-workers is left out: rows are encoded before",
+        "--dataloader-num-workers is left out: rows are encoded before training",
         "CUDA_VISIBLE_DEVICES=0 means the same here: put it before the command",
         "--eval-steps 50 is left out: there are no rows to evaluate on",
     ]
@@ -318,7 +318,7 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ("--agent_template qwen_en_parallel", "--agent-template qwen_en_parallel: take qwen_en, which writes several"),
         ("--agent_template toolbench", "--agent-template toolbench: there is hermes, react_en"),
         ("--reward_adapters run", "equivalent here; merge them with 'shardproof export RUN FOLDER'"),
-        ("--resume_only_model true", "equivalent here; 'shardproof export CHECKPOINT FOLDER'"),
+        ("--resume_only_model true", "equivalent here; run 'shardproof export CHECKPOINT FOLDER'"),
         ("--reft_rank 8", "There is no option --reft-rank. It belongs to a tuner of ms-swift that does not exist here"),
         ("--swanlab_mode local", "from its own variables: SWANLAB_PROJ_NAME"),
         ("--lmdeploy_tp 2", "or by a separate vLLM server"),
@@ -327,13 +327,13 @@ def test_an_option_means_what_it_means_there(theirs, ours):
         ('--columns \'{"a": "query", "b": "query"}\'', "--columns: 'a' and 'b' are both mapped to 'query'."),
         ('--columns \'{"history": "-"}\'', "'history' is read if a row has it. Remove that column from the rows."),
         ("--rope_scaling {oh", "--rope-scaling {oh is not a JSON object"),
-        ("--task_type prm", "--task-type prm: an ms-swift option without an equivalent here; there is causal_lm, seq_"),
+        ("--task_type prm", "--task-type prm: an ms-swift option without an equivalent here; it takes causal_lm, seq_"),
         ("--deepspeed zero7", "neither one of zero0 to zero3"),
         ("--epochs 3 --num_train_epochs 3", "--epochs and --num-train-epochs are the same option"),
         ("--stage 1 --deepspeed zero3", "--stage and --deepspeed are the same option"),
         ("--gradient_checkpointing_kwargs on", "not a JSON object"),
         ("--num_train_epoch 3", "Did you mean --num-train-epochs?"),
-        ("--stage 3 --stage 2", "--stage stands there twice"),
+        ("--stage 3 --stage 2", "--stage is given twice"),
         ("--dataset a --dataset b", "Give it once, with all its values"),
         ("--beta 0.1", "--beta is an option of 'shardproof rlhf'"),
         ("--vllm_gpu_memory_utilization 0.9", "is an option of 'shardproof rlhf'"),
@@ -721,7 +721,7 @@ def test_dollars_of_a_file_stand_for_themselves(tmp_path: Path, name: str) -> No
     found = options(swift.translate(f"swift sft {file}")[0])
     assert (found["--system"], found["--media-root"]) == ("'\U0001f600 $5 $(x)'", "'$a'")
     file.write_text(json.dumps({**said, "system": "${x}"}))
-    with pytest.raises(ConfigError, match="does not say what"):
+    with pytest.raises(ConfigError, match="does not define"):
         swift.translate(f"swift sft {file}")
 
 
@@ -1116,7 +1116,7 @@ def test_adapters_begin_as_in_swift(theirs: str, ours: str | None) -> None:
     assert config.init_lora_weights == ours
 
 
-@pytest.mark.parametrize(("theirs", "said"), [("false", "begin at random"), ("lora-ga", "decided by rows of data")])
+@pytest.mark.parametrize(("theirs", "said"), [("false", "start at random"), ("lora-ga", "decided by rows of data")])
 def test_adapters_that_cannot_begin_so_are_told(theirs: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         training.parse(RlhfConfig, "", ["--rlhf_type", "dpo", "--tuner_type", "lora", "--init_weights", theirs])
@@ -1220,7 +1220,7 @@ def test_a_command_may_be_longer_than_the_name_of_a_file(capfd):
 @pytest.mark.parametrize(("dataset", "told"), [("AI-ModelScope/alpaca-gpt4-data-zh#500", True), ("a.jsonl", False)])
 def test_rows_of_a_hub_are_said_to_be_read_without_what_swifts_list_has_for_them(dataset, told):
     _, notes, _ = swift.translate(f"swift sft --model m --dataset {dataset}")
-    assert any("read as they stand" in note for note in notes) is told
+    assert any("are read unchanged" in note for note in notes) is told
 
 
 @pytest.mark.parametrize(
@@ -1426,7 +1426,7 @@ def test_an_export_of_encoded_rows_is_data_encode() -> None:
         words = swift.translate(f"{said} --template_mode {mode}")[0].replace("\\\n", " ").split()
         assert words[:4] == ["shardproof", "data", "encode", "rlhf"]
         assert words[words.index("--rlhf-type") + 1] == kind
-    with pytest.raises(ConfigError, match="rows are encoded for train, rlhf, kto"):
+    with pytest.raises(ConfigError, match="rows can be encoded for train, rlhf, kto"):
         swift.translate(f"{said} --template_mode grpo")
 
 

@@ -100,7 +100,7 @@ def test_what_has_no_equivalent_is_refused(command, given, said):
 
 def test_what_has_no_effect_is_told():
     notes = placed("infer", "--adapters run --model base --merge-lora true".split(), KNOWN["infer"])[1]
-    assert notes == ["--merge-lora (adapters are used unmerged)", "--model (--adapters says it)"]
+    assert notes == ["--merge-lora (adapters are used unmerged)", "--model (given by --adapters)"]
     notes = placed(
         "infer",
         "--model m --task-type seq_cls --num-labels 2 --truncation-strategy delete --max-length 2048".split(),

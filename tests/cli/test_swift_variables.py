@@ -116,7 +116,7 @@ def test_names_of_anybody_are_told_where_our_command_is_run(monkeypatch, capsys)
     monkeypatch.setenv("MAX_NUM", "6")
     config, _ = sft.parse([])
     assert config.fps is None
-    told = "the variable FPS=1 (--fps says it); the variable MAX_NUM=6 (unread)"
+    told = "the variable FPS=1 (give --fps instead); the variable MAX_NUM=6 (unread)"
     assert capsys.readouterr().err == f"without effect here: {told}\n"
     infer.parser()
     monkeypatch.setenv("STACK_FRAMES", "3")

@@ -214,7 +214,7 @@ def test_a_master_nobody_knows_is_refused(hosts: Callable[..., Hosts], sft: Laun
     host.start([*sft.argv("out"), "--nnodes", "2", "--node-rank", "1", "--master-addr", "nowhere"], tmp_path)
     codes, said = ended([host], tmp_path, 30)
     assert codes == [2]
-    assert "MASTER_ADDR=nowhere: node0 knows no machine of that name" in said[0]
+    assert "MASTER_ADDR=nowhere: node0 cannot resolve this name" in said[0]
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def test_a_port_that_is_taken(hosts: Callable[..., Hosts], sft: Launch, tmp_path
     assert time.monotonic() - begin < 30
     assert codes == [2, 1], said
     assert "MASTER_PORT=29500 cannot be used on node0" in said[0]
-    assert "What answers node1 at node0:29500 does not wait for machines" in said[1]
+    assert "node1 got an answer at node0:29500, but not from a launcher that waits for machines" in said[1]
     assert [run.poll() for run in first] == [None, None]
     steps = len(sft.log("first"))
     time.sleep(3)
@@ -111,7 +111,7 @@ def test_hosts_that_differ_are_told_apart(
     assert codes == [2, 2], said
     wanted = {
         "options": "node1 was given --learning-rate 0.002, node0 0.001",
-        "weights": "on node1 is not what it is on node0: model.safetensors differs",
+        "weights": "on node1 is not the same as on node0: model.safetensors differs",
         "packages": "node1 has transformers 9.9.9, node0 has",
     }
     for text in said:

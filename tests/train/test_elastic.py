@@ -198,7 +198,7 @@ def test_that_losses_are_others_on_those_that_are_left_is_told(tmp_path: Path, c
     assert len(caplog.messages) == 1
 
 
-@pytest.mark.parametrize(("fewest", "said"), [(2, "there are 1 left"), (1, "no number of processes from 1 to 1 fits")])
+@pytest.mark.parametrize(("fewest", "said"), [(2, "only 1 left"), (1, "no number of processes from 1 to 1 fits")])
 def test_why_none_goes_on_is_told(fewest: int, said: str, tmp_path: Path, monkeypatch, capsys) -> None:
     config = SftConfig(nproc=2, save_steps=2, max_restarts=1, min_processes=fewest, shard_group=2)
     prepared = Prepared(config, config.batch(2), tmp_path, "tiny", None, [], None, [])

@@ -104,7 +104,7 @@ def test_reward_files_that_differ_are_refused(tiny: Path, rows: Path, tmp_path: 
     codes, told = two_ended([*argv, "--max-steps", "1", "--reward-funcs", "rewards.py:same"], tmp_path)
     assert codes == [2, 2], told
     host = socket.gethostname()
-    assert f"rewards.py on {host} (rank 1) is not what it is on {host} (rank 0)" in told[0][1]
+    assert f"rewards.py on {host} (rank 1) is not the same as on {host} (rank 0)" in told[0][1]
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_machines_that_see_other_pictures_or_rows_are_refused(
     host = socket.gethostname()
     expected = {
         "pictures": f"{host} (rank 1) cannot use rows.jsonl:1: image 1 (a.png): there is no such file",
-        "rows": f"rows.jsonl is not on {host} (rank 1) what it is on {host} (rank 0)",
+        "rows": f"rows.jsonl is not the same on {host} (rank 1) as on {host} (rank 0)",
         "file": f"{host} (rank 1) has no rows.jsonl",
     }
     assert expected[lost] in told[0][1]
@@ -141,7 +141,7 @@ def test_machines_that_see_other_pictures_or_rows_are_refused(
     ("variables", "text"),
     [
         ({"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
-        ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK=2: with NNODES=2 it goes from 0 to 1"),
+        ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK=2: with NNODES=2 it must be from 0 to 1"),
         ({"NNODES": "two"}, "NNODES=two is neither a number nor"),
     ],
 )

@@ -264,7 +264,7 @@ def _check_agreement(option: str, first: tuple[str, list[str]], second: tuple[st
 
 def at_odds(option: str, first: tuple[str, list[str]], second: tuple[str, list[str]]) -> str:
     """The message about two ms-swift options, each with its values, that are one of ours."""
-    texts = [f"{flag} gives {' '.join(values)}" for flag, values in (first, second)]
+    texts = [f"{flag} says {' '.join(values)}" for flag, values in (first, second)]
     said = f"{flag(option)} has two values: {', '.join(texts)}."
     if RPO not in (first[0], second[0]):
         return f"{said} Leave one out."

@@ -1,7 +1,7 @@
 """What must be the same on all machines of a run, compared before anything begins.
 
-Rank 0 reads rows and options for all, and each rank reads its part of the weights: with other packages, options or
-weights on one machine a run would go on for a while, or to its end, with something that nobody asked for.
+Rank 0 reads rows and options for all, and each rank reads its part of the weights: if one machine had other packages,
+options or weights, a run could continue for a while, or to its end, with something that nobody asked for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import shardproof
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.option import flag
 
-# torchvision: where it is, transformers prepares files by other classes.
+# torchvision: if it is installed, transformers prepares files with other classes.
 PACKAGES = "torch", "transformers", "tokenizers", "trl", "peft", "accelerate", "torchvision"
 OF_ONE_MACHINE = {"nnodes", "node_rank", "master_addr", "master_port", "nproc", "debug", "verbose"}
 FILES = "*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.py"
@@ -26,10 +26,10 @@ SAMPLE = 1 << 16  # bytes at the beginning, in the middle and at the end of a fi
 
 
 class Machine(NamedTuple):
-    """What one machine says of itself.
+    """What one machine reports about itself.
 
     Attributes:
-        files: of each source that lies in files, a checksum by name.
+        files: for each source that consists of files, a checksum per file name.
     """
 
     host: str
@@ -54,7 +54,7 @@ class Machine(NamedTuple):
 
 
 def difference(first: Machine, other: Machine) -> str:
-    """In which way `other` is not like the first; nothing where it is."""
+    """How `other` differs from the first; empty if it does not."""
     for name, version in first.versions.items():
         if (theirs := other.versions[name]) != version:
             what = f"{other.host} has {name} {theirs}, {first.host} has {version}"
@@ -64,15 +64,15 @@ def difference(first: Machine, other: Machine) -> str:
             option = flag(name)
             return (
                 f"{other.host} was given {option} {_shown(given)}, {first.host} {_shown(value)}. Give all machines the "
-                "same command, and the same file of options."
+                "same command and the same file of options."
             )
     for source, sums in first.files.items():
         theirs_of = other.files.get(source)
         if theirs_of is None:
-            return f"{other.host} has no {source}, but {first.host} has. Every machine reads its own copy."
+            return f"{other.host} has no {source}, but {first.host} does. Every machine reads its own copy."
         for name in sorted({*sums, *theirs_of}):
             if sums.get(name) != theirs_of.get(name):
-                where = f"{source} on {other.host} is not what it is on {first.host}"
+                where = f"{source} on {other.host} is not the same as on {first.host}"
                 return f"{where}: {name or 'the file'} differs, or one of them lacks it."
     return ""
 
@@ -82,7 +82,7 @@ def _shown(value: Any) -> str:
 
 
 def _sums(path: Path, patterns: Sequence[str] = FILES) -> dict[str, int]:
-    """A checksum of some of each file: copies that differ do so in more than a few bytes."""
+    """A checksum of samples of each file: copies that differ do so in more than a few bytes."""
     if path.is_file():
         return {"": checksum(path)}
     found = {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
@@ -90,7 +90,7 @@ def _sums(path: Path, patterns: Sequence[str] = FILES) -> dict[str, int]:
 
 
 def checksum(path: Path) -> int:
-    """Of the size of a file, its beginning, its middle and its end."""
+    """A checksum of a file's size, beginning, middle and end."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         found = zlib.crc32(str(size).encode())

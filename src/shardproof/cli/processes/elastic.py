@@ -1,8 +1,8 @@
-"""A run that goes on by itself when processes die.
+"""A run that recovers by itself when processes die.
 
-With --max-restarts torch's elastic agent starts all ranks again, as many as there were. With --min-processes those
-that died are taken for lost (a broken card): a group of the others goes on, under an agent of its own. The rows of a
-step stay the same; accumulation adapts.
+With --max-restarts torch's elastic agent restarts all ranks, in the same number. With --min-processes those that died
+are considered lost (a broken GPU): a group of the others continues, under a new agent. The rows of a step stay the
+same; accumulation adapts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def launch_run(work: Callable[..., int | None], prepared: Prepared, nproc: int) -> int:
-    """Run `work(prepared, signals)` on `nproc` ranks, as long as restarts are left; returns the exit code."""
+    """Run `work(prepared, signals)` on `nproc` ranks, until restarts are used up; returns the exit code."""
     from shardproof.train.run import again
 
     config: Any = prepared.config
@@ -35,7 +35,7 @@ def launch_run(work: Callable[..., int | None], prepared: Prepared, nproc: int) 
         if left is None:
             ranks = nproc - ended.lost
             why = (
-                f"there are {ranks} left" if ranks < fewest else f"no number of processes from {fewest} to {ranks} fits"
+                f"only {ranks} left" if ranks < fewest else f"no number of processes from {fewest} to {ranks} fits"
             )
             print(f"no restart: {why}", file=sys.stderr, flush=True)
             return ended.code
@@ -46,6 +46,6 @@ def launch_run(work: Callable[..., int | None], prepared: Prepared, nproc: int) 
 
 
 def _next(prepared: Prepared, left: int, fewest: int) -> int | None:
-    """The most processes, of those left, to which the rows of a step and copies of the model can be dealt out."""
+    """The largest number of the remaining processes over which a step's rows and copies of the model can be divided."""
     copy, batch = prepared.config.shard_group or 1, prepared.batch
     return next((n for n in range(left, fewest - 1, -1) if n % copy == 0 and batch.fits(n)), None)

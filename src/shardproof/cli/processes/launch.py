@@ -1,9 +1,8 @@
 """Several processes on one machine, through torch's elastic launcher.
 
-On Linux without an accelerator the processes are forked from a parent that has imported the libraries
-and encoded the rows already: two workers stand after 0.2 s, where spawned ones take 7.8 s to import
-transformers again (and a third core to do it on). With an accelerator they are spawned, for CUDA does
-not survive a fork.
+On Linux without an accelerator the processes are forked from a parent that has already imported the libraries and
+encoded the rows: two workers are ready after 0.2 s, where spawned ones take 7.8 s to import transformers again (and a
+third core to do it on). With an accelerator they are spawned, since CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from shardproof.cli.main import FAILURE, USER_ERROR, exit_code, message_of
 from shardproof.data.encoding.beside import cores
 from shardproof.interrupts import asking_to_end, without_terminal
 
-ECHO = 1.0  # seconds in which a second signal is the same one, handed on by somebody
-LOGGERS = "wandb", "swanlab", "trackio"  # that write what they have when they are told to finish, or a program ends
-AT_THE_END = 5.0  # seconds they have for that
-ENDED_BY_OTHERS = 3.0  # seconds a rank that lost its peers leaves them to report why
-# Ranks that are started again must not find the addresses of those before them in the store of the agent.
+ECHO = 1.0  # seconds within which a second signal counts as the first one, passed on by another process
+LOGGERS = "wandb", "swanlab", "trackio"  # flush when told to finish, or at exit
+AT_THE_END = 5.0  # seconds they get for it
+ENDED_BY_OTHERS = 3.0  # seconds that a rank that lost its peers gives them to report why
+# Restarted ranks must not find the addresses of their predecessors in the agent's store.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-FINAL = "final"  # a file with an exit code: ranks that are started again after it end with that
-OF_LAUNCHER = "SHARDPROOF_FINAL"  # where it is, of ranks that a launcher of several machines has started
+FINAL = "final"  # a file with an exit code: ranks that are restarted after it was written end with that code
+OF_LAUNCHER = "SHARDPROOF_FINAL"  # its path, for ranks started by a launcher of several machines
 
 
 def outer_world() -> int | None:
@@ -46,7 +45,7 @@ def outer_world() -> int | None:
 
 
 def say_final(code: int) -> None:
-    """Of a rank that ends: whether it would end so again, so that nobody starts it again."""
+    """Called by a rank that ends: record an end that a restart would only repeat, so that none is tried."""
     place = os.environ.get(OF_LAUNCHER)
     if place and (code == USER_ERROR or code > 128):
         Path(place).write_text(str(code))
@@ -57,24 +56,24 @@ def outer_rank() -> int:
 
 
 def forks() -> bool:
-    """Whether workers are forked; importing before the launch then pays for all of them."""
+    """Whether workers are forked; imports before the launch then serve all of them."""
     import torch
 
     return sys.platform == "linux" and not torch.accelerator.is_available()
 
 
 def restarts() -> int:
-    """How often the ranks of this run have been started again."""
+    """How often the ranks of this run have been restarted."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def stop_signals(nproc: int, max_restarts: int = 0) -> tuple[signal.Signals, ...]:
-    """What asks the `work` of `launch` to end: a rank hears it from the process that started it, if one did."""
+    """The signals that ask the `work` of `launch` to end: a rank gets them from the process that started it, if any."""
     return (signal.SIGUSR1,) if nproc > 1 or max_restarts else asking_to_end()
 
 
 class Ended(NamedTuple):
-    """How a group of ranks ended: the exit code, and how many of them died by themselves."""
+    """How a group of ranks ended: the exit code, and how many of them died on their own."""
 
     code: int
     lost: int = 0
@@ -90,9 +89,9 @@ def run_group(
 ) -> Ended:
     """Run `work(*args)` on `nproc` ranks.
 
-    `work` returns the number of the signal that made it end early, if one did: the exit code is then 128 more.
-    When a rank fails, torch's elastic agent starts all of them again, `max_restarts` times; not after a mistake of the
-    user or Ctrl-C. Then the error that came first is shown, once. A single rank that is never started again is this
+    `work` returns the number of the signal that ended it early, if any: the exit code is then 128 plus that number.
+    When a rank fails, torch's elastic agent restarts all of them, up to `max_restarts` times, but not after a user's
+    mistake or Ctrl-C. Finally the first error is shown, once. A single rank that is never restarted runs in this
     process, unless `apart`.
     """
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // nproc))
@@ -133,14 +132,14 @@ def run_group(
 def launch(
     work: Callable[..., int | None], args: tuple[Any, ...], nproc: int, debug: bool = False, apart: bool = False
 ) -> int:
-    """As `run_group`; returns the exit code."""
+    """Like `run_group`, but returns the exit code only."""
     return run_group(work, args, nproc, debug, apart=apart).code
 
 
 class _Interrupt:
-    """Inside, the first signal that asks to end asks the ranks to end as they see fit; a later one kills them.
+    """Inside, the first signal to end asks the ranks to finish in their own way; a later one kills them.
 
-    Ranks that do not listen yet end at once: that is what SIGUSR1 does to them.
+    Ranks that do not listen yet end at once, which is the default action of SIGUSR1.
     """
 
     def __init__(self, records: Path) -> None:
@@ -156,7 +155,7 @@ class _Interrupt:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: Any) -> None:
-        if os.getpid() != self._pid:  # a rank that was forked a moment ago
+        if os.getpid() != self._pid:  # a rank that was just forked
             os._exit(128 + number)
         now = time.monotonic()
         if self.received and now - self._since < ECHO:
@@ -174,7 +173,8 @@ class _Interrupt:
 
 
 def quiet_launcher() -> None:
-    """What ended a run is said once, by us. Each of torch's modules has set a level on its own logger."""
+    """Silence the launcher, since we report once what ended a run. Each of torch's modules sets a level on its own
+    logger."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -187,12 +187,12 @@ def use_threads(count: int) -> None:
 
 
 def _rank(work: Callable[..., int | None], args: tuple[Any, ...], records: str, threads: int) -> int:
-    """One rank: an exception is written down while its peers still wait for it, so the first is the cause.
+    """One rank: an exception is recorded while its peers still wait for it, so the first one is the cause.
 
-    What libraries do at the end of a program (wandb and its like write what they have), a forked process would not do.
+    A forked process would skip the exit handlers of libraries (wandb and the like flush there), so they are run here.
     """
     if forks():
-        atexit._clear()  # what the process that started this one has to do at its end
+        atexit._clear()  # exit handlers inherited from the parent
     _leave_signals_to(os.getppid(), Path(records))
     use_threads(threads)
     rank, final = int(os.environ["RANK"]), Path(records) / FINAL
@@ -217,7 +217,7 @@ def _rank(work: Callable[..., int | None], args: tuple[Any, ...], records: str, 
         partial = Path(records) / f"{restarts()}-{rank}.part"
         partial.write_text(json.dumps(record), encoding="utf-8")
         partial.rename(partial.with_suffix(".json"))
-        if code == USER_ERROR:  # it would be the same again
+        if code == USER_ERROR:  # a restart would fail in the same way
             final.write_text(str(code))
         if peers_left(error):
             time.sleep(ENDED_BY_OTHERS)
@@ -227,12 +227,13 @@ def _rank(work: Callable[..., int | None], args: tuple[Any, ...], records: str, 
 
 
 def _leave_signals_to(parent: int, records: Path) -> None:
-    """Ctrl-C, and that a terminal is closed, reaches every process of it: the one that started the ranks hands it on.
-    Without it, they end. What a rank has forked, to read rows, is ended by the rank.
+    """Ctrl-C and a closed terminal signal every process of the terminal: the process that started the ranks passes them
+    on, so ranks ignore their own. Ranks end if that process is gone. A rank ends the processes that it has forked to
+    read rows.
 
-    [Note: SIGTERM] Slurm and systemd send it to all processes, too. But the agent ends ranks by it when one has failed,
-    and where they wait for that one no handler of Python would run: a thread hears of it, and decides. Whoever is asked
-    to end finds FINAL, as its parent was.
+    [Note: SIGTERM] Slurm and systemd send it to all processes, too. But the agent also uses it to end ranks when one
+    has failed, and while they wait for that one no Python handler would run: so a thread receives it, and decides. If
+    the run was asked to end, FINAL exists, as its parent was asked as well.
     """
     rank = os.getpid()
 
@@ -266,16 +267,16 @@ def _mind_terminations(heard: int, records: Path) -> None:
             failed, asked = bool(_records(records, restarts())), _asked_to_end(records)
         if failed or not asked:
             _finish_loggers()
-            ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # Python lets the main thread alone do it
+            ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # signal.signal works in the main thread only
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _finish_loggers() -> None:
-    """Have them write what they have: a signal ends this rank, and its program comes to no end."""
+    """Have loggers flush: a signal ends this rank, so their exit handlers will not run."""
 
     def finish() -> None:
         for name in LOGGERS:
-            with contextlib.suppress(Exception):  # none is imported, or it has no run
+            with contextlib.suppress(Exception):  # not imported, or without a run
                 sys.modules[name].finish()
 
     last = Thread(target=finish, daemon=True)
@@ -289,7 +290,7 @@ def _asked_to_end(records: Path) -> bool:
 
 
 def peers_left(error: BaseException) -> bool:
-    """Whether this rank failed only because another one had."""
+    """Whether this rank failed only because another one did."""
     text = str(error).lower()
     signs = ("connection closed", "connection reset", "remote process", "nccl")
     lost = r"rank [\d, ]+( on \S+)? (is gone|does not answer)"
@@ -297,7 +298,7 @@ def peers_left(error: BaseException) -> bool:
 
 
 def _records(records: Path, attempt: int) -> list[dict[str, Any]]:
-    """What the ranks of one attempt have written down, the first first."""
+    """The errors that the ranks of one attempt have recorded, the earliest first."""
     found = [json.loads(file.read_text(encoding="utf-8")) for file in records.glob(f"{attempt}-*.json")]
     return sorted(found, key=lambda record: record["time"])
 
@@ -323,7 +324,7 @@ def _report(records: Path, failed: Any, debug: bool) -> Ended:
         rank, failure = next(iter(killed.items()))
         name = signal.Signals(-failure.exitcode).name
         hint = "\nThe system kills processes like this when memory runs out." if name == "SIGKILL" else ""
-        print(f"error: rank {rank} was ended by {name}.{hint}", file=sys.stderr)
+        print(f"error: rank {rank} was killed by {name}.{hint}", file=sys.stderr)
         return Ended(FAILURE, len(killed))
     if not causes:
         print(f"error: a rank ended without an error message ({failed})", file=sys.stderr)

@@ -1,9 +1,9 @@
-"""Several machines: the same command runs on each, through torch's elastic launcher, and they meet at the first.
+"""Several machines: the same command runs on each, through torch's elastic launcher, with the rendezvous on the first.
 
-[Note: by which address the others see a machine]
-gloo listens at the address that the machine's own name stands for. Debian and Ubuntu write 127.0.1.1 there, at
-which nobody else finds it, and all ranks wait for each other. What the others can reach is the address from which this
-machine talks to the one where all meet; only of that one itself, when its own name is such, another has to be found.
+[Note: by which address the others see a machine] gloo listens at the address that the machine's own name resolves to.
+On Debian and Ubuntu that is 127.0.1.1, where no other machine can reach it, and all ranks wait for each other. The
+others can reach the address from which this machine connects to the rendezvous; only on the rendezvous machine itself,
+if its name resolves to a loopback address, another address has to be found.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from shardproof.train.model.loading import TINY
 from shardproof.train.options.config import RunConfig
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-LAST_CALL = 15  # seconds in which more machines may come when there are enough
-TOLD_WITHIN = 60  # seconds in which machines come to hear of a mistake
-# Ranks that a signal has asked to end take their step to the end, and save. torch kills them after 30 s, unless it is
-# told otherwise: 2.13 can be, 2.11 cannot.
+LAST_CALL = 15  # seconds in which more machines may join once there are enough
+TOLD_WITHIN = 60  # seconds within which all machines learn of a mistake
+# Ranks that a signal has asked to end finish their step, and save. By default torch kills them after 30 s; 2.13 can be
+# configured, 2.11 cannot.
 PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(24 * 3600)
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR
 _NOWHERE = "198.51.100.1"  # an address for documentation; nothing is sent to it
 
 
 class Machines(NamedTuple):
-    """Several machines, as --nnodes, --node-rank, --master-addr and --master-port name them, or the variables NNODES,
+    """Several machines, as given by --nnodes, --node-rank, --master-addr and --master-port, or by the variables NNODES,
     NODE_RANK, MASTER_ADDR and MASTER_PORT.
 
     Attributes:
-        fewest: on how many of the `nodes` the run may go on.
+        fewest: how many of the `nodes` the run needs to continue.
     """
 
     fewest: int
@@ -78,30 +78,30 @@ class Machines(NamedTuple):
         except ValueError:
             raise ConfigError(f"NNODES={nodes} is neither a number nor a range like 2:4.") from None
         if not 1 <= low <= high:
-            raise ConfigError(f"NNODES={nodes}: the fewest machines stand first, and there is one at least.")
+            raise ConfigError(f"NNODES={nodes}: the range begins with the minimum, which is at least 1.")
         rank = number("NODE_RANK", "0")
         if high == 1:
             return None
         if low != high and not max_restarts:
-            raise ConfigError(f"NNODES={nodes} means to go on without machines that are lost: add --max-restarts.")
+            raise ConfigError(f"NNODES={nodes} asks to continue without lost machines: add --max-restarts.")
         if not told.get("MASTER_ADDR"):
             raise ConfigError(
                 f"NNODES={nodes} needs MASTER_ADDR too (--master-addr): the name or address of machine 0."
             )
         if not 0 <= rank < high:
-            raise ConfigError(f"NODE_RANK={rank}: with NNODES={nodes} it goes from 0 to {high - 1}.")
+            raise ConfigError(f"NODE_RANK={rank}: with NNODES={nodes} it must be from 0 to {high - 1}.")
         return Machines(low, high, rank, told["MASTER_ADDR"], number("MASTER_PORT", "29500"))
 
     def launch(self, argv: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
-        """Run the command `argv` of ours on `nproc` ranks of this machine, by torchrun; returns the exit code."""
+        """Run our command `argv` on `nproc` ranks of this machine, through torchrun; returns the exit code."""
         from torch.distributed import DistError
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous import RendezvousError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-        os.environ.setdefault(*PATIENCE)  # a config of torch's looks for it
-        # The agents must meet again after a restart; torch's static rendezvous would find the store of before.
+        os.environ.setdefault(*PATIENCE)  # read by a config of torch
+        # The agents must meet again after a restart; torch's static rendezvous would find the previous store.
         again = {"is_host": self.rank == 0, "last_call_timeout": LAST_CALL}
         config = LaunchConfig(
             min_nodes=self.fewest,
@@ -119,7 +119,7 @@ class Machines(NamedTuple):
         os.environ |= OWN_STORE
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
         done = Event()
-        # Where ranks are started again, machines may come later, and go: torch's launchers see to that.
+        # With restarts, machines may join later, and leave: torch's launchers handle that.
         met = None if max_restarts else RollCall(self.nodes, self.rank, self.address, self.port)
         if met is not None:
             met.watch(partial(_end_without, done))
@@ -137,10 +137,10 @@ class Machines(NamedTuple):
             return final.get("code", 128 + int(ended.sigval))
         except (RendezvousError, DistError) as problem:
             what = f"{socket.gethostname()} cannot meet the other machines at {self.address}:{self.port}: {problem}"
-            hint = "The machine there (NODE_RANK=0) must run and be reached; without it no others go on."
+            hint = "The machine there (NODE_RANK=0) must be running and reachable; the others depend on it."
             if "EADDRINUSE" in str(problem):
-                what = f"MASTER_PORT={self.port} is taken on {socket.gethostname()}: another job or program is there."
-                hint = "Name another one on all machines: --master-port."
+                what = f"MASTER_PORT={self.port} is in use on {socket.gethostname()} by another job or program."
+                hint = "Choose another one on all machines: --master-port."
             print(f"error: {what}\n{hint}", file=sys.stderr)
             return FAILURE
         finally:
@@ -150,8 +150,8 @@ class Machines(NamedTuple):
 
 @contextlib.contextmanager
 def _final_words(done: Event, max_restarts: int, found: dict[str, int]) -> Iterator[None]:
-    """Inside, ranks that end and would end so again (a mistake, or they were asked to) are not started again: this
-    launcher ends, too, and their exit code is put into `found` as `code`."""
+    """Inside, ranks that ended in a way that would repeat (a mistake, or a request to end) are not restarted: this
+    launcher ends, too, and puts their exit code into `found` as `code`."""
     if not max_restarts:
         yield
         return
@@ -170,11 +170,11 @@ def _final_words(done: Event, max_restarts: int, found: dict[str, int]) -> Itera
         try:
             yield
         finally:
-            del os.environ[OF_LAUNCHER]  # it is for ranks
+            del os.environ[OF_LAUNCHER]  # it is meant for ranks
 
 
 def _has_children() -> bool:
-    """Whether this process has started others; True where nobody says so."""
+    """Whether this process has children; True if that cannot be determined."""
     try:
         return any(file.read_text().strip() for file in Path("/proc/self/task").glob("*/children"))
     except OSError:
@@ -182,21 +182,21 @@ def _has_children() -> bool:
 
 
 def _end_without(done: Event, host: str) -> None:
-    """A machine is gone, and the ranks here have not found out: they do not know each other yet, or never will."""
+    """End after a machine is gone, if the ranks here cannot notice it: they have not met yet, or never will."""
     if done.is_set():
         return
     print(
-        f"error: {host} is gone: its processes have ended, or the machine or the network is down. See what it says.",
+        f"error: {host} is gone: its processes have ended, or the machine or the network is down. See its output.",
         file=sys.stderr,
         flush=True,
     )
     os.kill(os.getpid(), signal.SIGTERM)
-    if not done.wait(10.0) and not _has_children():  # it waits inside of torch, which hears no signals
+    if not done.wait(10.0) and not _has_children():  # it waits inside torch, which does not handle signals
         os._exit(FAILURE)
 
 
 def _mind_the_others(done: Event) -> None:
-    """The launcher's connections to other machines end when these fall silent, so that it does not wait for them."""
+    """Close the launcher's connections to machines that fall silent, so that it does not wait for them."""
     from shardproof.zero.comm.connections import tcp_keepalive_everywhere
 
     while not done.wait(1.0):
@@ -209,21 +209,22 @@ def several() -> bool:
 
 
 class Start(NamedTuple):
-    """A run as a rank would begin it, and what keeps it from that."""
+    """A run as a rank would start it, and the problem that prevents it."""
 
     config: RunConfig
     problem: ShardproofError | None = None
 
 
 def meet(first_time: Start, resumed: Start | None = None, restarts: int = 0) -> RunConfig:
-    """Make the process group, and let every rank know what keeps another one from starting. Returns what they begin.
+    """Make the process group, and let every rank know what prevents another one from starting. Returns the run to
+    start.
 
-    Where any rank has been started again they all have, and resume: torch counts that by machine, and not on those
-    whose own ranks were in order.
+    If any rank has been restarted, all have, and they resume: torch counts restarts per machine, and not on machines
+    whose own ranks were fine.
 
     Raises:
-        ShardproofError: that of this rank, or of the first other one that has one, with its machine.
-        ConfigError: on all ranks; a machine is not like the first.
+        ShardproofError: the problem of this rank, or of the first other rank that has one, with its machine.
+        ConfigError: on all ranks; a machine differs from the first.
     """
     import torch.distributed as dist
 
@@ -233,14 +234,14 @@ def meet(first_time: Start, resumed: Start | None = None, restarts: int = 0) -> 
     resumed = resumed or first_time
     problem = (resumed if restarts else first_time).problem
     try:
-        # Nobody is waited for without end only to be told of a mistake.
+        # Do not wait forever for a rank just to report a mistake.
         start_group(**({} if problem is None else {"timeout": timedelta(seconds=TOLD_WITHIN)}))
     except dist.DistError:
         if problem is None:
             raise
         raise problem from None
     config, refused = resumed if any(everyone(restarts)) else first_time
-    # One rank of a machine looks at it for all.
+    # One rank of each machine checks it for all.
     looks = refused is None and os.environ.get("LOCAL_RANK", "0") == "0"
     mine = Machine.here(config, own_copies(config)) if looks else None
     hosts, said = names(), everyone((refused, mine))
@@ -254,37 +255,37 @@ def meet(first_time: Start, resumed: Start | None = None, restarts: int = 0) -> 
     if refused is not None:
         dist.destroy_process_group()
         raise refused
-    may_take_long(dist.group.WORLD)  # a problem of who does not know yet that it resumes has made the limit short
+    may_take_long(dist.group.WORLD)  # shortened above, if a rank had a problem before it knew that it resumes
     return config
 
 
 def own_copies(config: RunConfig) -> list[str]:
-    """What each machine reads by itself, where it is a file or a folder."""
+    """The files and folders that each machine reads for itself."""
     named = [name for option in ("reward_funcs", "tools", "environments") for name in getattr(config, option, [])]
     files = [name.rpartition(":")[0] for name in named]
     return [*config.models, *config.external_plugins, *filter(None, files)]
 
 
 def names() -> list[str]:
-    """Of each rank the name of its machine; where several launchers are at work on one, with the rank. Collective."""
+    """The machine name of each rank, with the rank if several launchers run on that machine. Collective."""
     places = everyone((socket.gethostname(), os.environ.get("GROUP_RANK")))
     launchers = Counter(host for host, _ in set(places))
     return [f"{host} (rank {rank})" if launchers[host] > 1 else host for rank, (host, _) in enumerate(places)]
 
 
 def everyone(value: Any) -> list[Any]:
-    """What each rank passed, in order."""
+    """The values that all ranks passed, in order."""
     from shardproof.zero.comm.groups import all_gather_object
 
     return all_gather_object(None, value)
 
 
 def check_shared(folder: Path, config: RunConfig) -> None:
-    """Of all ranks, when rank 0 has made the folder of a run. Where another machine does not see it, its ranks send
-    what they hold to rank 0; what they say of themselves (a timeline, errors) lies in a folder of that name there.
+    """Called by all ranks once rank 0 has made the folder of a run. If another machine does not see it, the ranks there
+    send the data they hold to rank 0; their own records (a timeline, errors) go into a local folder of the same name.
 
     Raises:
-        ConfigError: on all ranks; names a machine that does not see it where the run needs that.
+        ConfigError: on all ranks; names a machine that does not see the folder although the run needs it.
     """
     import torch.distributed as dist
 
@@ -297,12 +298,12 @@ def check_shared(folder: Path, config: RunConfig) -> None:
     needs = {
         "--max-restarts may bring rank 0 to another machine": restarts,
         f"shardproof {config.command} keeps rows there": config.command != "sft",
-        f"--model {TINY} is made there": config.model == TINY,
+        f"--model {TINY} is created there": config.model == TINY,
     }
     if why := next((why for why, holds in needs.items() if holds), ""):
         dist.destroy_process_group()
         raise ConfigError(
-            f"{hosts[without[0]]} does not see the folder {folder.absolute()} of {hosts[0]}, and {why}: name an "
+            f"{hosts[without[0]]} does not see the folder {folder.absolute()} of {hosts[0]}, and {why}: choose an "
             "--output-dir on a file system that all machines share."
         )
     problem = ""
@@ -310,14 +311,16 @@ def check_shared(folder: Path, config: RunConfig) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            problem = f"{hosts[dist.get_rank()]} cannot make the folder {folder}: {error.strerror or error}."
+            problem = f"{hosts[dist.get_rank()]} cannot create the folder {folder}: {error.strerror or error}."
     if problem := next(filter(None, everyone(problem)), ""):
         dist.destroy_process_group()
-        raise ConfigError(f"{problem} Ranks there write their errors into it: name an --output-dir that all can make.")
+        raise ConfigError(
+            f"{problem} Ranks there write their errors into it: choose an --output-dir that every machine can create."
+        )
 
 
 def use_own_interface(environment: MutableMapping[str, str]) -> None:
-    """Of a rank that others on other machines wait for: have gloo listen where they find it."""
+    """Called by a rank with peers on other machines: have gloo listen at an address that they can reach."""
     if INTERFACE not in environment and environment.get("MASTER_ADDR"):
         name = _interface_of(own_address(environment["MASTER_ADDR"]))
         if name:
@@ -325,16 +328,16 @@ def use_own_interface(environment: MutableMapping[str, str]) -> None:
 
 
 def own_address(master: str) -> str:
-    """By which this machine is found by those that meet at `master`.
+    """The address at which the machines that meet at `master` can reach this one.
 
     Raises:
-        ConfigError: nobody knows `master`, or it is this machine and has several addresses.
+        ConfigError: `master` cannot be resolved, or is this machine and has several addresses.
     """
     try:
         found = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)
     except OSError as error:
         raise ConfigError(
-            f"MASTER_ADDR={master}: {socket.gethostname()} knows no machine of that name ({error.strerror}).\n"
+            f"MASTER_ADDR={master}: {socket.gethostname()} cannot resolve this name ({error.strerror}).\n"
             "Give an address, or add the name to /etc/hosts."
         ) from None
     here = next((address for family, _, _, _, to in found if (address := _towards(family, to))), "")
@@ -349,8 +352,9 @@ def own_address(master: str) -> str:
     if len(others) == 1:
         return others[0]
     raise ConfigError(
-        f"MASTER_ADDR={master} is {here} on {socket.gethostname()}, at which no other machine finds it, and which of "
-        f"its addresses they use cannot be told ({', '.join(others) or 'it has none'}). Give MASTER_ADDR one of these."
+        f"MASTER_ADDR={master} is {here} on {socket.gethostname()}, which other machines cannot reach, and it is "
+        f"unclear which of its addresses they can ({', '.join(others) or 'it has none'}). Set MASTER_ADDR to one of "
+        "these."
     )
 
 
@@ -362,7 +366,7 @@ def _means_loopback(master: str) -> bool:
 
 
 def _towards(family: int, to: tuple[object, ...]) -> str:
-    """The address from which this machine talks to another one; nothing where it cannot."""
+    """The address from which this machine connects to another one; empty if it cannot."""
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(to)
         return str(probe.getsockname()[0])
@@ -370,12 +374,12 @@ def _towards(family: int, to: tuple[object, ...]) -> str:
 
 
 def _interface_of(address: str) -> str:
-    """The name of the interface that has an address of version 4; nothing if none is found."""
+    """The name of the interface with this IPv4 address; empty if there is none."""
     return next((name for name, its in _interfaces() if its == address), "")
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:
-    """The interfaces with an address of version 4, on Linux."""
+    """The interfaces with an IPv4 address, on Linux."""
     if sys.platform != "linux":
         return
     import fcntl

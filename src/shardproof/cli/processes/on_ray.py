@@ -1,7 +1,7 @@
 """`--launcher ray`: Ray Train places the processes on its cluster, and each runs the command as a rank.
 
-TorchTrainer has the workers, their ranks and the address where they meet. In each of them the command is a process of
-its own: Ray calls what is trained in a thread, and a command listens to signals.
+TorchTrainer provides the workers, their ranks and the rendezvous address. In each worker the command runs in a separate
+process: Ray calls the training function in a thread, and a command handles signals.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CODE = "code"  # a file with the exit code, in the folder of Ray's results
 
 
 def launch(config: RunConfig, argv: Sequence[str]) -> int:
-    """Run the command `argv` of ours on as many workers as --nproc says; returns the exit code.
+    """Run our command `argv` on --nproc workers; returns the exit code.
 
     Raises:
         ConfigError: Ray is not installed, cannot start so many workers, or an option asks for another launcher.
@@ -46,8 +46,8 @@ def launch(config: RunConfig, argv: Sequence[str]) -> int:
         kind = "GPU" if gpus else "CPU"
         if there.get(kind, 0) < config.nproc:
             raise ConfigError(
-                f"--launcher ray --nproc {config.nproc}: the cluster has {there.get(kind, 0):.0f} {kind}s. The run "
-                "would wait for workers forever."
+                f"--launcher ray --nproc {config.nproc}: the cluster has only {there.get(kind, 0):.0f} {kind}s. The "
+                "run would wait for workers forever."
             )
         place = Path(str(config.output_dir)).expanduser().absolute()
         results = place.with_name(f"{place.name}.ray")
@@ -55,14 +55,14 @@ def launch(config: RunConfig, argv: Sequence[str]) -> int:
         trainer = TorchTrainer(
             _rank,
             train_loop_config={"argv": list(argv), "folder": os.getcwd(), "results": str(results)},
-            torch_config=TorchConfig(backend="gloo"),  # Ray's own group, which takes no memory of a GPU
+            torch_config=TorchConfig(backend="gloo"),  # Ray's own group, which uses no GPU memory
             scaling_config=train.ScalingConfig(num_workers=config.nproc, use_gpu=gpus),
             run_config=train.RunConfig(storage_path=str(results.parent), name=results.name),
         )
         try:
             trainer.fit()
-        except Exception as error:  # whatever Ray makes of a worker that is gone
-            print(f"error: Ray could not run the workers to their end: {error}", file=sys.stderr)
+        except Exception as error:  # whatever Ray raises for a lost worker
+            print(f"error: Ray could not run the workers to completion: {error}", file=sys.stderr)
             return FAILURE
         code = int((results / CODE).read_text())
         shutil.rmtree(results, ignore_errors=True)
@@ -76,24 +76,24 @@ def _check(config: RunConfig) -> None:
     if config.output_dir is None:
         raise ConfigError("--launcher ray needs --output-dir: a folder that all nodes of the cluster share.")
     if config.max_restarts:
-        raise ConfigError("--launcher ray and --max-restarts: start the command again with --resume auto instead.")
+        raise ConfigError("--launcher ray and --max-restarts: run the command again with --resume auto instead.")
     if (config.nnodes or os.environ.get("NNODES", "1")) != "1":
-        raise ConfigError("--launcher ray and NNODES: Ray knows its nodes; --nproc says how many processes in all.")
+        raise ConfigError("--launcher ray and NNODES: Ray knows its nodes; --nproc is the total number of processes.")
 
 
 def _rank(job: dict[str, Any]) -> None:
-    """What a worker of Ray does."""
+    """The work of a Ray worker."""
     import torch.distributed as dist
 
-    box = [_free_port() if dist.get_rank() == 0 else 0]  # MASTER_PORT is where Ray's own group meets
+    box = [_free_port() if dist.get_rank() == 0 else 0]  # MASTER_PORT is taken by Ray's own group
     dist.broadcast_object_list(box)
     command = [sys.executable, "-m", "shardproof", *job["argv"]]
     environment = {**os.environ, "MASTER_PORT": str(box[0])}
-    with contextlib.suppress(FileNotFoundError):  # a folder of the one who started it only
+    with contextlib.suppress(FileNotFoundError):  # a folder that exists only on the machine of the command
         os.chdir(job["folder"])
     codes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(codes, subprocess.run(command, env=environment).returncode)
-    if dist.get_rank() == 0:  # Ray hands on only what is reported with a checkpoint of its own
+    if dist.get_rank() == 0:  # Ray passes on only what is reported with a Ray checkpoint
         Path(job["results"], CODE).write_text(str(max(abs(code) for code in codes)))
 
 

@@ -1,8 +1,8 @@
-"""Before the launchers of several machines start ranks: each says to the first that it is there.
+"""Before the launchers of several machines start ranks, each reports to the first machine.
 
-torch's launchers wait for each other for ten minutes without a word, and cannot be interrupted. So they meet here
-first, at the same port: who is missing is told, and a mistake ends all of them at once. The connections stay open, for
-nobody else would notice a machine that is lost before its ranks have met the others.
+torch's launchers wait for each other silently for ten minutes, and cannot be interrupted. So they meet here first, at
+the same port: missing machines are reported, and a mistake ends all launchers at once. The connections stay open, since
+nothing else would notice a machine that is lost before its ranks have met the others.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 
 from shardproof.errors import ConfigError, ShardproofError
 
-PATIENCE = 8.0  # seconds until a launcher says whom it waits for, and then now and then
+PATIENCE = 8.0  # seconds until a launcher first reports whom it waits for
 AGAIN = 60.0
-LIMIT = 600.0  # seconds until nobody is waited for any more
-GREETING = 5.0  # seconds in which who has called says who it is
-HEARD = 15.0  # seconds in which it is told that it was heard; strangers in front of it take GREETING each
-GREETED = {"rank", "host", "nodes", "token"}  # what a greeting says
-GRACE = 4.0  # seconds that ranks have to say themselves which machine is gone: they know more
+LIMIT = 600.0  # seconds after which it stops waiting
+GREETING = 5.0  # seconds within which a caller has to identify itself
+HEARD = 15.0  # seconds within which it gets a reply; strangers ahead of it take GREETING each
+GREETED = {"rank", "host", "nodes", "token"}  # the keys of a greeting
+GRACE = 4.0  # seconds that ranks get to report a lost machine themselves: they know more
 
 
 class RollCall:
@@ -34,14 +34,14 @@ class RollCall:
 
     Args:
         nodes: how many machines there are.
-        rank: which of them this is; the first answers, at `address` and `port`.
+        rank: the rank of this machine; the first one answers, at `address` and `port`.
 
     Attributes:
         hosts: the name of each machine.
 
     Raises:
-        ConfigError: two machines have one rank, they were told different numbers of machines, or the port is taken.
-        ShardproofError: not all came.
+        ConfigError: two machines have the same rank, their numbers of machines differ, or the port is taken.
+        ShardproofError: a machine is missing.
     """
 
     def __init__(self, nodes: int, rank: int, address: str, port: int) -> None:
@@ -53,7 +53,7 @@ class RollCall:
         self.hosts: list[str] = self._answer() if rank == 0 else self._call()
 
     def _answer(self) -> list[str]:
-        """Of the first machine."""
+        """The part of the first machine."""
         hosts = {0: self.host}
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_unless_all, hosts)
@@ -68,7 +68,7 @@ class RollCall:
                     continue
                 line = _Line(server.accept()[0])
                 caller = line.read(GREETING)
-                if not caller.keys() >= GREETED or caller["token"] == self._token:  # not one of us, or this one itself
+                if not caller.keys() >= GREETED or caller["token"] == self._token:  # a stranger, or this machine itself
                     line.close()
                     continue
                 rank, host = caller["rank"], caller["host"]
@@ -86,7 +86,7 @@ class RollCall:
         return found
 
     def _greet_first(self, hosts: dict[int, str]) -> None:
-        """Whether the machine at `address` is another one that takes itself for the first."""
+        """Find out whether another machine at `address` considers itself the first."""
         while len(hosts) < self.nodes:
             with contextlib.suppress(OSError):
                 line = _Line(socket.create_connection((self.address, self.port), timeout=2.0))
@@ -110,15 +110,15 @@ class RollCall:
             return socket.create_server(("", self.port))
         except OSError as error:
             raise ConfigError(
-                f"MASTER_PORT={self.port} cannot be used on {self.host} ({error.strerror}): another job or program has "
-                "it.\nChoose another one on all machines: --master-port."
+                f"MASTER_PORT={self.port} cannot be used on {self.host} ({error.strerror}): another job or program "
+                "uses it.\nChoose another one on all machines: --master-port."
             ) from None
 
     def _problem(self, rank: int, host: str, nodes: int, hosts: dict[int, str]) -> str:
         if nodes != self.nodes:
-            return f"{host} was told of {nodes} machines (--nnodes), {self.host} of {self.nodes}."
+            return f"{host} was started with --nnodes {nodes}, {self.host} with {self.nodes}."
         if rank in hosts:
-            return f"{hosts[rank]} and {host} both have --node-rank {rank}: each machine has its own, from 0 on."
+            return f"{hosts[rank]} and {host} both have --node-rank {rank}: each machine needs its own, counted from 0."
         return ""
 
     def _reach(self) -> _Line:
@@ -126,22 +126,23 @@ class RollCall:
             try:
                 return _Line(socket.create_connection((self.address, self.port), timeout=2.0))
             except OSError as error:
-                self._say(f"nobody answers there ({error.strerror or error}). Has the machine of --node-rank 0 begun?")
+                self._say(f"no answer ({error.strerror or error}). Was the machine of --node-rank 0 started?")
                 time.sleep(0.5)
 
     def _call(self) -> list[str]:
-        """Of any other machine."""
+        """The part of any other machine."""
         line = self._reach()
         self._greet(line)
         if (answer := line.read(HEARD)).get("heard"):
             while not (answer := line.read(0.5)):
-                self._say(f"not all of the {self.nodes} machines are there")
+                self._say(f"not all of the {self.nodes} machines have joined")
         if answer.get("problem"):
             raise ConfigError(answer["problem"])
         if "hosts" not in answer:
             raise ShardproofError(
-                f"What answers {self.host} at {self.place} does not wait for machines: that of --node-rank 0 has "
-                "ended, or another job or program is there.\nSee what it says, or name another --master-port on all."
+                f"{self.host} got an answer at {self.place}, but not from a launcher that waits for machines: the one "
+                "with --node-rank 0 has ended, or another job or program uses the port.\nSee its output, or choose "
+                "another --master-port on all machines."
             )
         self._lines[0] = line
         return list(answer["hosts"])
@@ -149,9 +150,7 @@ class RollCall:
     def _say(self, what: str) -> None:
         now = time.monotonic()
         if now > self._limit:
-            raise ShardproofError(
-                f"{self.host} has waited {LIMIT:.0f} s for the other machines at {self.place}: {what}."
-            )
+            raise ShardproofError(f"{self.host} waited {LIMIT:.0f} s for the other machines at {self.place}: {what}.")
         if now > self._said:
             self._said = now + AGAIN
             print(f"{self.host} waits for the other machines at {self.place}: {what}", file=sys.stderr, flush=True)
@@ -168,21 +167,21 @@ class RollCall:
                 if said.get("bye"):
                     continue
                 host = said.get("gone") or self.hosts[rank]
-                for line in open_ones.values():  # those who do not hear of it themselves
+                for line in open_ones.values():  # machines that do not notice it themselves
                     line.write(gone=host)
                 time.sleep(GRACE)
                 lost(host)
                 return
 
     def close(self) -> None:
-        """This launcher ends as it should."""
+        """Announce that this launcher ends normally."""
         for line in self._lines.values():
             line.write(bye=True)
             line.close()
 
 
 class _Line:
-    """A connection on which each side writes an object a line."""
+    """A connection on which each side sends one object per line."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._rest = connection, b""
@@ -191,7 +190,7 @@ class _Line:
         return b"\n" in self._rest or bool(select.select([self._socket], [], [], seconds)[0])
 
     def read(self, seconds: float) -> dict[str, Any]:
-        """An object; nothing if none has come in time, and {"end": True} where none will."""
+        """An object; empty if none has arrived in time, and {"end": True} if the connection is closed."""
         limit = time.monotonic() + seconds
         try:
             while b"\n" not in self._rest:

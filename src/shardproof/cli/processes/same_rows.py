@@ -1,8 +1,8 @@
 """Whether every machine of a run sees the rows with files as the first one does, which has checked them.
 
-Rows of text are encoded on machine 0 and sent to the others. Rows with pictures, sounds or videos are read by each rank
+Text rows are encoded on machine 0 and sent to the others. Rows with images, audio or video are read by each rank
 whenever it trains on them: a machine that lacks the files, or has other rows, would leave its rows out of every step,
-and the run would come to its end without them.
+and the run would finish without them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from shardproof.errors import ConfigError
 from shardproof.train.rows.media import media_limits
 from shardproof.train.run import Prepared
 
-SAMPLE = 16  # rows to train on whose files are read, and of those to evaluate on
+SAMPLE = 16  # rows whose files are read, of those to train on and of those to evaluate on
 
 
 class Seen(NamedTuple):
-    """What a machine sees of the rows.
+    """The rows as one machine sees them.
 
     Attributes:
-        sources: of each dataset file that is there, a checksum.
-        files: of each file of a row that lies on a disk, a checksum, by the row and the file.
-        problem: the first row that cannot be read, and why.
+        sources: a checksum of each dataset file that exists.
+        files: a checksum of each row's files on disk, by row and file.
+        problem: the first row that cannot be read, and the reason.
     """
 
     host: str
@@ -63,13 +63,13 @@ class Seen(NamedTuple):
                     where = row.where
                     files_of(row, limits)
                     seen.files.update(_checksums(row, limits))
-                except Exception as error:  # rows of another file may be anything, and nobody waits for this rank
+                except Exception as error:  # rows of a different file may raise anything, and others wait for this rank
                     return seen._replace(problem=f"{where}: {error}")
         return seen
 
 
 def _row(rows: Any, number: int) -> Row:
-    """A row of `MediaRows`, or of a dataset of pictures."""
+    """A row of `MediaRows`, or of a dataset of images."""
     if (kwargs := getattr(rows, "format", {}).get("format_kwargs")) is None:
         found: Row = rows[number]["row"]
         return found
@@ -84,13 +84,13 @@ def _checksums(row: Row, limits: Limits) -> Iterator[tuple[str, int]]:
             if isinstance(file, str) and not file.startswith("data:"):
                 try:
                     yield f"{file} of {row.where}", checksum(located(file, row, limits))
-                except Problem:  # on a network
+                except Problem:  # a remote file
                     continue
 
 
 def difference(first: Seen, other: Seen) -> str:
-    """In which way a machine does not see what the first one sees; nothing where it does."""
-    both = f"is not on {other.host} what it is on {first.host}"
+    """How a machine's view differs from the first one's; empty if it does not."""
+    both = f"is not the same on {other.host} as on {first.host}"
     for name, value in first.sources.items():
         if name in other.sources and other.sources[name] != value:
             return f"{name} {both}"
@@ -106,13 +106,13 @@ def _streams(prepared: Prepared) -> bool:
 
 
 def _elsewhere(name: str) -> bool:
-    """Whether a dataset is embedded, or of the hub."""
+    """Whether a dataset is embedded, or from the hub."""
     name = name.partition("#")[0]
     return name == "stdlib" or hub_name(name) is not None
 
 
 def has_files(prepared: Prepared) -> bool:
-    """Whether ranks read rows again in training."""
+    """Whether ranks read rows again while training."""
     from shardproof.data.media.rows import MediaRows
     from shardproof.train.rlhf.pictures import are_pictured
 
@@ -122,7 +122,7 @@ def has_files(prepared: Prepared) -> bool:
 
 
 def check_rows(prepared: Prepared) -> None:
-    """Of all ranks, before training begins: refuse machines that do not see the rows as the first does. Collective.
+    """Refuse machines that do not see the rows as the first does; called by all ranks before training. Collective.
 
     Raises:
         ConfigError: on all ranks; names the machine and the file.
@@ -132,11 +132,11 @@ def check_rows(prepared: Prepared) -> None:
     if not has_files(prepared):
         return
     host = names()[dist.get_rank()]
-    mine = Seen.here(host, prepared) if os.environ.get("LOCAL_RANK", "0") == "0" else None  # one looks for its machine
+    mine = Seen.here(host, prepared) if os.environ.get("LOCAL_RANK", "0") == "0" else None  # one rank per machine
     machines = [seen for seen in everyone(mine) if seen is not None]
     if found := next(filter(None, (difference(machines[0], other) for other in machines)), ""):
         dist.destroy_process_group()
         raise ConfigError(
-            f"{found}.\nRows with pictures, sounds or videos, and those of --streaming, are read on each machine, "
-            "whenever they are trained on: have the dataset and its files at the same paths on all of them."
+            f"{found}.\nRows with images, audio or video, and those of --streaming, are read on each machine whenever "
+            "they are trained on: the dataset and its files must be at the same paths on all of them."
         )

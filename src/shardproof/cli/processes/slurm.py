@@ -1,4 +1,4 @@
-"""A command under srun: its tasks are the ranks or, where each starts processes of its own, the machines."""
+"""A command under srun: its tasks are the ranks or, if each starts several processes, the machines."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Mapping, MutableMapping
 
 from shardproof.errors import ConfigError
 
-TASKS = "SLURM_STEP_NUM_TASKS"  # srun alone sets it, so that a shell in an allocation is no task
+TASKS = "SLURM_STEP_NUM_TASKS"  # set by srun only, so a shell in an allocation is not a task
 
 
 def join_tasks(environment: MutableMapping[str, str], nproc: int, nodes: str | None) -> None:
-    """Say in torchrun's variables, or in NNODES and its companions, what srun says in its own.
+    """Translate srun's variables to torchrun's, or to NNODES and its companions.
 
     Args:
         nproc: processes that each task is to start.
-        nodes: what --nnodes says.
+        nodes: the value of --nnodes.
 
     Raises:
-        ConfigError: several tasks of a node would start several processes each.
+        ConfigError: several tasks on one node would start several processes each.
     """
     tasks = int(environment.get(TASKS) or 1)
     told = environment.get("WORLD_SIZE") or environment.get("NNODES") or nodes
@@ -34,7 +34,8 @@ def join_tasks(environment: MutableMapping[str, str], nproc: int, nodes: str | N
     else:
         raise ConfigError(
             f"srun has started {max(each)} tasks on a node, and each would start {nproc} processes (--nproc).\n"
-            "Leave --nproc out: the tasks are the processes. Or have one task on each node: srun --ntasks-per-node=1."
+            "Leave --nproc out, so that the tasks are the processes, or start one task per node: srun "
+            "--ntasks-per-node=1."
         )
     environment.update(found)
     environment.setdefault("MASTER_ADDR", _first_node(environment))
@@ -52,7 +53,7 @@ def tasks_of_nodes(text: str) -> list[int]:
 
 
 def _first_node(environment: Mapping[str, str]) -> str:
-    """Of a list as Slurm writes it: `gpu[03-05,9],login` begins with gpu03."""
+    """The first of a list of nodes in Slurm's format: gpu03 for `gpu[03-05,9],login`."""
     listed = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     first = re.split(r",(?![^\[]*\])", listed)[0]
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
