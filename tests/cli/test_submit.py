@@ -141,7 +141,7 @@ def test_a_file_of_options_says_what_the_job_says_or_nothing(tmp_path, capsys):
         ("nproc: 8", "before the command: --nproc 8"),
         ("nnodes: '4'", "--nnodes 4 in the command: the job tells each node its rank, the number of nodes (--nodes 2)"),
         ("node_rank: 0", "--node-rank 0 in the command"),
-        ("master_addr: here", "--master-addr here of the command"),
+        ("master_addr: here", "--master-addr here in the command"),
     ):
         file.write_text(text + "\n")
         with pytest.raises(ConfigError, match=re.escape(told)):

@@ -85,7 +85,7 @@ def not_finite(folder: str) -> str:
 def test_all_ranks_tell_of_a_weight_that_cannot_be_decomposed(run2: Run, tmp_path: Path) -> None:
     one, other = run2(not_finite, str(saved(tmp_path, "Llama")))
     assert one == other
-    assert "layers.1.self_attn.q_proj: its adapter cannot begin as olora: the weight is not finite." in one
+    assert "layers.1.self_attn.q_proj: its adapter cannot be initialised by olora: the weight is not finite." in one
 
 
 def peak(folder: str) -> tuple[int, int, int]:

@@ -1,1 +1,1 @@
-"""Our engine under the loops of others."""
+"""Our engine under other libraries' training loops."""

@@ -4,8 +4,9 @@
     accelerator = Accelerator(stage=3)
 
 Everything else is Accelerate's own: its data loaders, schedulers, trackers and metrics. Where Accelerate would wrap a
-model in DDP, `prepare` shards it in place; so a model stays its own class and there is nothing to unwrap. Only
-`accelerate.local_sgd` has no place here: it lets the models of the processes differ for a while; here there is one.
+model in DDP, `prepare` shards it in place; so a model keeps its class and there is nothing to unwrap. Only
+`accelerate.local_sgd` is not supported: it lets the processes' models diverge for a while; here there is a single
+model.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ _NOT_OURS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_l
 
 
 class Accelerator(accelerate.Accelerator):
-    """Accelerate's `Accelerator` over models that `shardproof.shard` has cut.
+    """Accelerate's `Accelerator` over models sharded by `shardproof.shard`.
 
     Args:
         stage: 0 replicates everything; 1 shards optimizer state; 2 gradients too; 3 parameters too.
-        shard_options: more arguments of `shardproof.shard`: `units`, `dynamic`, `desync_timeout`, `inference_memory`,
-            `offload`, `keep_gathered`.
-        *args: those of `accelerate.Accelerator`.
-        **kwargs: those of `accelerate.Accelerator`. `mixed_precision="bf16"` computes under autocast with weights
+        shard_options: further arguments of `shardproof.shard`: `units`, `dynamic`, `desync_timeout`,
+            `inference_memory`, `offload`, `keep_gathered`.
+        *args: as for `accelerate.Accelerator`.
+        **kwargs: as for `accelerate.Accelerator`. `mixed_precision="bf16"` computes under autocast with weights
             gathered in bf16 and float32 masters; plugins for other engines are refused.
 
     Raises:
-        ConfigError: a plugin for, or a launcher that asks for, DeepSpeed, FSDP, Megatron or another parallelism; a hook
-            of DDP's that reduces gradients otherwise.
+        ConfigError: a plugin for, or a launcher that asks for, DeepSpeed, FSDP, Megatron or another parallelism; a DDP
+            hook that changes how gradients are reduced.
     """
 
     def __init__(self, *args: Any, stage: int = 3, shard_options: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -72,7 +73,7 @@ class Accelerator(accelerate.Accelerator):
                 "`accelerate launch --multi_gpu` (`--cpu` without accelerators), and pass stage= to Accelerator."
             )
         if self.mixed_precision == "fp8":
-            raise ConfigError("Accelerator(mixed_precision='fp8') is not built here. Use 'bf16'.")
+            raise ConfigError("Accelerator(mixed_precision='fp8') is not supported. Use 'bf16'.")
         _refuse_hook(self.ddp_handler)
         self.stage = stage
         self.shard_options = shard_options or {}
@@ -88,19 +89,19 @@ class Accelerator(accelerate.Accelerator):
                 model, self.stage, mixed_precision=self._precision(), device=self.device, **self.shard_options
             )
             check_processes(self)
-        # In its evaluation mode Accelerate does all but to wrap the model in DDP.
+        # In evaluation mode Accelerate does everything except wrap the model in DDP.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Accelerate's, of one that steps when it is told to."""
+        """Like Accelerate's; refuses an optimizer that does not step in `step`."""
         return super().prepare_optimizer(stepping(optimizer), *args, **kwargs)
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """Accelerate's, behind a meeting where it talks to the other processes."""
+        """Like Accelerate's, with a meeting of all processes before the loader communicates."""
         return meeting_first(super().prepare_data_loader(*args, **kwargs), self._meet)
 
     def skip_first_batches(self, *args: Any, **kwargs: Any) -> Any:
-        """Likewise."""
+        """Like `prepare_data_loader`."""
         return meeting_first(super().skip_first_batches(*args, **kwargs), self._meet)
 
     def _precision(self) -> MixedPrecision | None:
@@ -114,7 +115,7 @@ class Accelerator(accelerate.Accelerator):
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Backward passes inside do not reduce at stages 0 and 1. At stages 2 and 3 they do, with the same result:
-        there a rank holds a slice of the gradients, not the whole of them."""
+        there a rank holds only a slice of the gradients."""
         here = has_engine(model) and model.__dict__["_shardproof"].stage < 2
         with shardproof.no_sync(model) if here else contextlib.nullcontext():
             yield
@@ -122,28 +123,28 @@ class Accelerator(accelerate.Accelerator):
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """Nothing to do: the first backward pass outside of `no_sync` reduces all there is."""
+        """Nothing to do: the first backward pass outside `no_sync` reduces everything."""
         yield
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Scale gradients so that their global norm is at most `max_norm`. Returns the norm before."""
+        """Scale gradients so that their global norm is at most `max_norm`. Returns the norm before scaling."""
         self.unscale_gradients()
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         return shardproof.clip_grad_norm_(params, max_norm, norm_type)
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Nothing to do where loaders deal out evenly, which they do by default.
+        """Nothing to do if loaders distribute batches evenly, which they do by default.
 
         Raises:
-            ConfigError: they do not. A process may have fewer micro-batches than others, but it steps as often.
+            ConfigError: they do not. A process may have fewer micro-batches than others, but must take as many steps.
         """
         if not (self.even_batches if even_batches is None else even_batches) and self.num_processes > 1:
             raise ConfigError(
                 "join_uneven_inputs(even_batches=False): processes that leave the loop early cannot be joined here. "
-                "Keep even_batches=True, or call optimizer.step() equally often on every process, also without a batch."
+                "Keep even_batches=True, or call optimizer.step() equally often on every process, even without a batch."
             )
         yield
 
@@ -177,12 +178,12 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """The others wait for the main process to leave the block, lending meanwhile."""
+        """The others wait for the main process to leave the block, and lend their slices meanwhile."""
         yield from self._goes_first(self.is_main_process)
 
     @contextlib.contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Likewise, on each machine."""
+        """Like `main_process_first`, on each machine."""
         yield from self._goes_first(self.is_local_main_process)
 
     def _goes_first(self, first: bool) -> Iterator[None]:
@@ -193,15 +194,15 @@ class Accelerator(accelerate.Accelerator):
             self.wait_for_everyone()
 
     def end_training(self) -> None:
-        """Wait for those that still compute, then what Accelerate does."""
+        """Wait for processes that still compute, then do what Accelerate does."""
         self._meet()
         super().end_training()
 
     # --- weights --------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Whole weights on the CPU, on the main process; an empty dict on the others, of a PEFT model what it saves:
-        PEFT picks that on all of them. Every process must call it."""
+        """Full weights on the CPU of the main process. The others get an empty dict or, for a PEFT model, the weights
+        that it saves: PEFT selects these on all processes. Every process must call it."""
         model = self.unwrap_model(model) if unwrap else model
         if not has_engine(model):
             return super().get_state_dict(model, unwrap)
@@ -219,9 +220,9 @@ class Accelerator(accelerate.Accelerator):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write whole weights. Every process must call it, and writes its part of them.
+        """Write full weights. Every process must call it, and writes its part of them.
 
-        With `safe_serialization=False` the main one gathers and writes a pickle.
+        With `safe_serialization=False` the main process gathers them and writes a pickle.
         """
         inner, folder = self.unwrap_model(model), Path(save_directory)
         size = convert_file_size_to_int(max_shard_size)
@@ -239,15 +240,15 @@ class Accelerator(accelerate.Accelerator):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Any:
-        """Save everything there is. Models and optimizers are checkpoints of `shardproof.save`, so that they can be
-        loaded at another stage and on another number of processes; the rest is Accelerate's. Every process must call
-        it: many scripts do so on the main one only."""
+        """Save everything. Models and optimizers are saved by `shardproof.save`, so that they can be loaded at another
+        stage and on another number of processes; the rest is saved by Accelerate. Every process must call it, although
+        many scripts do so on the main one only."""
         for model in filter(has_engine, self._models):
-            engine_of(model).meet("collect the state dict")  # told apart from gathers, at which the others may be
+            engine_of(model).meet("collect the state dict")  # named, unlike a gather that others may be in
         self._meet()
         models, pairs = self._models, self._pairs()
         where: list[Any] = []
-        weights = [model.state_dict() for model in models]  # a hook takes those away that it writes by itself
+        weights = [model.state_dict() for model in models]  # a hook removes those that it writes itself
         hooks = {
             key: functools.partial(_save_hook, hook, models, weights)
             for key, hook in self._save_model_state_pre_hook.items()
@@ -263,7 +264,7 @@ class Accelerator(accelerate.Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
     ) -> None:
-        """Load what `save_state` saved, at any stage and number of processes. Every process must call it."""
+        """Load a `save_state` checkpoint, at any stage and number of processes. Every process must call it."""
         models, pairs = self._models, self._pairs()
         where: list[Any] = []
         hooks = {
@@ -276,7 +277,7 @@ class Accelerator(accelerate.Accelerator):
                 shardproof.load(model, optimizer, _folder(where[0], number))
 
     def _pairs(self) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
-        """Each model with its first optimizer, and behind them those that have more with each of the others."""
+        """Each model with its first optimizer, followed by each model with its further optimizers."""
         first: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []
         more: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []
         for model in self._models:
@@ -292,7 +293,8 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def _without_others(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-        """Inside, an optimizer of several models holds the parameters of this one: each model has a checkpoint."""
+        """Inside, an optimizer shared by several models holds only the parameters of this one: each model has its own
+        checkpoint."""
         others = {id(p) for other in self._models if other is not model for p in other.parameters()}
         others -= {id(p) for p in model.parameters()}
         groups = [] if optimizer is None else optimizer.param_groups
@@ -307,7 +309,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def _without_models(self, save_hooks: dict[Any, Any], load_hooks: dict[Any, Any]) -> Iterator[None]:
-        """Inside, Accelerate has the rest only: of optimizers it would write the slices of one rank."""
+        """Inside, Accelerate sees neither models nor optimizers, of which it would write one rank's slices."""
         names = ("_models", "_optimizers", "_save_model_state_pre_hook", "_load_model_state_pre_hook")
         before = {name: getattr(self, name) for name in names}
         inside: tuple[Any, ...] = ([], [], save_hooks, load_hooks)
@@ -321,13 +323,13 @@ class Accelerator(accelerate.Accelerator):
 
 
 def _refuse_hook(handler: Any) -> None:
-    """Refuse what changes the gradients of DDP. All else of `DistributedDataParallelKwargs` says how DDP does the same,
-    and has nothing to do here."""
+    """Refuse a hook that changes DDP's gradients. The other fields of `DistributedDataParallelKwargs` do not affect
+    DDP's results, and have no effect here."""
     hook = getattr(handler, "comm_hook", DDPCommunicationHookType.NO)
     if hook != DDPCommunicationHookType.NO:
         raise ConfigError(
-            f"DistributedDataParallelKwargs(comm_hook={hook.name}) is for DDP, and no model is wrapped in it here. "
-            "Leave it out.\nTo add gradients over processes in bf16, call "
+            f"DistributedDataParallelKwargs(comm_hook={hook.name}) is for DDP, which wraps no model here. Leave it "
+            "out.\nTo reduce gradients in bf16, call "
             "shardproof.shard(model, stage, mixed_precision=..., device=accelerator.device) before prepare, "
             "with shardproof.MixedPrecision(compute=torch.float32, reduce=torch.bfloat16)."
         )
@@ -335,7 +337,7 @@ def _refuse_hook(handler: Any) -> None:
 
 @contextlib.contextmanager
 def _given(accelerator: Accelerator, weights: dict[str, Any]) -> Iterator[None]:
-    """Inside, `get_state_dict` answers with these weights: gathering is for all processes, writing for one."""
+    """Inside, `get_state_dict` returns these weights: all processes gather, but only one writes."""
     accelerator.get_state_dict = lambda model, unwrap=True: weights  # type: ignore[method-assign]
     try:
         yield
@@ -344,13 +346,13 @@ def _given(accelerator: Accelerator, weights: dict[str, Any]) -> Iterator[None]:
 
 
 def _save_hook(hook: Any, models: list[nn.Module], weights: list[Any], _: Any, __: Any, folder: Any) -> None:
-    """A user's hook around saving, which sees the models that Accelerate does not. Popping them changes no list of
-    the accelerator's."""
+    """Call a user's save hook with the models that are hidden from Accelerate. The hook may pop from the list, which is
+    a copy."""
     hook(list(models), weights, folder)
 
 
 def _load_hook(hook: Any, models: list[nn.Module], _: Any, folder: Any) -> None:
-    """Likewise, around loading."""
+    """The same for a load hook."""
     hook(list(models), folder)
 
 

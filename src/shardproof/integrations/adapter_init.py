@@ -1,11 +1,10 @@
-"""Adapters that begin as a part of the weights (PiSSA, OLoRA), of a model that is still to be sharded.
+"""Initialising adapters from the weights (PiSSA, OLoRA) of a model that is still to be sharded.
 
-[Note: begun where nothing is whole]
-PEFT decomposes a weight, puts its largest part into the adapter and takes that part out of the weight. Here weights are
-still to be read. So each rank reads one weight at a time and has PEFT decompose it, the others are told the two small
-matrices, and the weight gets a reader that takes their product out when it is read. So all ranks, and any number of
-them, have what one process computes, and a run that goes on needs the two matrices only, not a decomposition that
-gives the same bits.
+[Note: initialised where nothing is whole] PEFT decomposes a weight, puts its principal part into the adapter and
+subtracts that part from the weight. Here weights have not been read yet. So each rank reads one weight at a time and
+has PEFT decompose it, the two small matrices are sent to the other ranks, and the weight gets a reader that subtracts
+their product when it is read. So any number of ranks get what one process computes, and a resumed run needs only the
+two matrices, not a decomposition that gives the same bits.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from shardproof.zero.device import default_device
 
 @dataclass(frozen=True)
 class Less:
-    """Reads a range of a weight without what its adapter begins with.
+    """Reads a range of a weight minus the initial product of its adapter.
 
     Attributes:
-        read: reads a range of the weight as it is in the files.
+        read: reads a range of the weight from the files.
         second, first: the adapter's matrices B and A.
-        transposed: whether the weight is kept as [in, out].
+        transposed: whether the weight is stored as [in, out].
     """
 
     read: Callable[[int, int], torch.Tensor]
@@ -42,7 +41,7 @@ class Less:
     transposed: bool
 
     def __call__(self, first: int, last: int) -> torch.Tensor:
-        """The whole product is computed for any range, so that all ranges are of the same bits."""
+        """Computes the full product for any range, so that all ranges have the same bits."""
         whole = self.read(0, self.shape.numel()).view(self.shape).to(self.dtype)
         return self.of(whole).reshape(-1)[first:last]
 
@@ -61,25 +60,25 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def begin_as(
     model: nn.Module, kind: str, seed: int, known: Callable[[], Mapping[str, torch.Tensor]] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Let the adapters of a PEFT model begin as `kind` says, and take what they begin with out of its weights. All
-    ranks call it, before the model is sharded.
+    """Initialise the adapters of a PEFT model by the method `kind`, and subtract their initial products from its
+    weights. All ranks call it, before the model is sharded.
 
     Args:
-        kind: what PEFT calls it: `pissa`, `pissa_niter_4`, `olora`.
-        seed: of what is drawn, for `pissa_niter_N`.
-        known: what the adapters began with before, on rank 0: it is taken instead.
+        kind: PEFT's name of the method: `pissa`, `pissa_niter_4`, `olora`.
+        seed: the random seed for `pissa_niter_N`.
+        known: the initial adapters of an earlier run, on rank 0, to use instead.
 
-    Returns: what they begin with, by the names that PEFT saves adapters under. It is no copy.
+    Returns: their initial values, under PEFT's names for saved adapters. Not a copy.
 
     Raises:
-        ConfigError: a weight cannot be decomposed, or what is known is of another model.
+        ConfigError: a weight cannot be decomposed, or `known` belongs to another model.
     """
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     ranks, here = (dist.get_world_size(), dist.get_rank()) if several else (1, 0)
     there = known() if known is not None and here == 0 else {}
     begun: dict[str, torch.Tensor] = {}
     layers = list(adapted_layers(model))
-    for at in range(0, len(layers), ranks):  # each rank decomposes one of as many layers
+    for at in range(0, len(layers), ranks):  # each rank decomposes one layer of every `ranks`
         group = layers[at : at + ranks]
         found: list[Any] = [None] * ranks
         if known is not None:
@@ -96,7 +95,7 @@ def begin_as(
             raise ConfigError(wrong)
         for (name, layer), values in zip(group, found, strict=False):
             begun |= dict(zip(_names(name), _put(layer, *values), strict=True))
-        del found[:], values  # else they lie in the place of what was dropped, and next weights find no room there
+        del found[:], values  # otherwise they occupy freed memory, in which the next weights no longer fit
     return begun
 
 
@@ -105,27 +104,27 @@ def _names(layer: str) -> tuple[str, str]:
 
 
 def _known(there: Mapping[str, torch.Tensor], name: str, layer: Any) -> Any:
-    """What the adapter of a layer began with, or what is wrong."""
+    """The initial adapter of a layer from the file, or an error text."""
     (adapter,) = layer.active_adapters
     for own, place in zip(_names(name), (layer.lora_A, layer.lora_B), strict=True):
         if own not in there:
-            return f"{own} is not in the file of what adapters began with, which is of another model."
+            return f"{own} is not in the file of initial adapters, which belongs to another model."
         shape, needed = tuple(there[own].shape), tuple(place[adapter].weight.shape)
         if shape != needed:
-            return f"{own} is of shape {shape} in the file of what adapters began with, and {needed} in the model."
+            return f"{own} has shape {shape} in the file of initial adapters, but {needed} in the model."
     return [there[own] for own in _names(name)]
 
 
 def _begun(name: str, layer: Any, kind: str, seed: int) -> Any:
-    """What the adapter of a layer begins with, or what is wrong."""
+    """The initial adapter of a layer, or an error text."""
     try:
         return _decomposed(layer, kind, seed)
     except RuntimeError as error:
-        return f"{name}: its adapter cannot begin as {kind}: {str(error).strip()}."
+        return f"{name}: its adapter cannot be initialised by {kind}: {str(error).strip()}."
 
 
 def _decomposed(layer: Any, kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What PEFT makes of the weight of a layer, which stays as it is."""
+    """PEFT's decomposition of the weight of a layer, which is left unchanged."""
     base, (adapter,) = layer.get_base_layer(), layer.active_adapters
     own, places = base._parameters["weight"], (layer.lora_A[adapter], layer.lora_B[adapter])
     device = default_device()
@@ -150,7 +149,8 @@ def _decomposed(layer: Any, kind: str, seed: int) -> tuple[torch.Tensor, torch.T
 
 
 def _put(layer: Any, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give a layer what its adapter begins with, and its weight a reader that takes it out. Returns the adapter's."""
+    """Set the initial adapter of a layer, and give its weight a reader that subtracts it. Returns the adapter's
+    matrices."""
     base, (adapter,) = layer.get_base_layer(), layer.active_adapters
     a, b = (place[adapter].weight.detach() for place in (layer.lora_A, layer.lora_B))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What transformers' Trainer counts in every micro-batch, counted once."""
+"""Count once what transformers' Trainer counts in every micro-batch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ else:
 
 
 class CountedOnce(Base):
-    """The part of a trainer that knows how many operations a token takes.
+    """The part of a trainer that knows the number of operations per token.
 
-    Trainer goes through all parameters for it in each micro-batch, which takes the host milliseconds.
+    Trainer iterates over all parameters for it in each micro-batch, which takes milliseconds on the host.
     """
 
-    _operations: tuple[Any, int] | None = None  # the model, and of it those for one element of its input
+    _operations: tuple[Any, int] | None = None  # the model, and its operations per input element
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """As Trainer's own. A trainer that counts by itself is asked each time."""
+        """Like Trainer's own. A trainer with its own count is asked each time."""
         count = super().floating_point_ops
-        rows = inputs if isinstance(inputs, Mapping) else {}  # those of GRPO come as a list, and are not counted
+        rows = inputs if isinstance(inputs, Mapping) else {}  # GRPO passes a list, which is not counted
         main = rows.get(getattr(self.model, "main_input_name", "input_ids"))
         elements = main.numel() if isinstance(main, torch.Tensor) else 0
         if count.__module__ != "transformers.trainer" or not elements:

@@ -343,7 +343,7 @@ def checkpoints(folder: str) -> None:
     tag = f"of rank {dist.get_rank()}"
     with pytest.raises(ConfigError, match=r"is the same on all ranks; they have 'of rank 0', 'of rank 1'"):
         engine.save_checkpoint(folder, tag=tag)
-    with pytest.raises(ConfigError, match=r"save_checkpoint\(''\) names no folder"):
+    with pytest.raises(ConfigError, match=r"save_checkpoint\(''\) has an empty folder"):
         engine.save_checkpoint("")
     with pytest.raises(CheckpointError):
         engine.load_checkpoint(folder, tag="nowhere")
@@ -579,7 +579,8 @@ def test_what_has_no_meaning_is_named_once(caplog: pytest.LogCaptureFixture) -> 
             begin(0, zero_optimization=zero)
     lines = [r.getMessage() for r in caplog.records if "no meaning" in r.getMessage()]
     assert lines == [
-        "Of the DeepSpeed configuration, this has no meaning here and is not applied: zero_optimization.overlap_comm, "
+        "These keys of the DeepSpeed configuration have no meaning here and are not applied: "
+        "zero_optimization.overlap_comm, "
         "zero_optimization.reduce_bucket_size."
     ]
 

@@ -172,7 +172,7 @@ def state(stage: int) -> None:
     engine = begin(stage, bf16={"enabled": False}, gradient_clipping=0.0, optimizer=adam)
     weight = engine.module.head.weight
     assert utils.safe_get_full_optimizer_state(weight, "exp_avg") is None
-    with pytest.raises(EngineError, match="after its first step"):
+    with pytest.raises(EngineError, match="after the first step"):
         utils.safe_set_full_optimizer_state(weight, torch.zeros(weight.shape), "exp_avg")
     engine.backward(engine(*batch()))
     engine.step()

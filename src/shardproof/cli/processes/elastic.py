@@ -34,9 +34,7 @@ def launch_run(work: Callable[..., int | None], prepared: Prepared, nproc: int) 
             return ended.code
         if left is None:
             ranks = nproc - ended.lost
-            why = (
-                f"only {ranks} left" if ranks < fewest else f"no number of processes from {fewest} to {ranks} fits"
-            )
+            why = f"only {ranks} left" if ranks < fewest else f"no number of processes from {fewest} to {ranks} fits"
             print(f"no restart: {why}", file=sys.stderr, flush=True)
             return ended.code
         print(f"restart {number + 1} of {limit}, on {left} process(es)", file=sys.stderr, flush=True)

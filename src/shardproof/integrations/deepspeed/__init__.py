@@ -1,6 +1,6 @@
 """A script written for DeepSpeed, on our engine: `import shardproof.integrations.deepspeed as deepspeed`.
 
-What is here has DeepSpeed's names and meaning; docs/moving-from-deepspeed.md goes through it line by line.
+Everything here has DeepSpeed's names and semantics; docs/moving-from-deepspeed.md goes through it line by line.
 """
 
 from shardproof.integrations.deepspeed import accelerator, checkpointing, comm, ops, utils, zero

@@ -11,7 +11,7 @@ from shardproof.zero.device import default_device
 
 
 class _Accelerator:
-    """What scripts ask DeepSpeed's accelerator for, answered by torch."""
+    """The methods of DeepSpeed's accelerator that scripts use, implemented with torch."""
 
     def device_name(self, index: int | None = None) -> str:
         kind = default_device().type
@@ -31,5 +31,5 @@ class _Accelerator:
 
 
 def get_accelerator() -> Any:
-    """An object with `device_name`, `current_device`, `synchronize`, `empty_cache` ... of this rank's device."""
+    """An object with `device_name`, `current_device`, `synchronize`, `empty_cache` ... for this rank's device."""
     return _Accelerator()

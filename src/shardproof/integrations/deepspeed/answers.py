@@ -1,4 +1,4 @@
-"""What an engine answers when it is asked what it is set to."""
+"""The getters and setters of an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardproof.integrations.deepspeed.sections import Settings
 
 
 class Answers(nn.Module):
-    """The questions that scripts for DeepSpeed ask their engine."""
+    """The getters and setters that DeepSpeed scripts use."""
 
     settings: Settings
     sizes: Batch
@@ -50,7 +50,7 @@ class Answers(nn.Module):
         return self.sizes.train, self.sizes.micro, self.sizes.accumulation
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Another number of micro-batches a step."""
+        """Change the number of micro-batches per step."""
         steps, rest = divmod(train_batch_size, self.sizes.micro * self.world_size)
         if rest or not steps:
             raise ConfigError(
@@ -60,7 +60,7 @@ class Answers(nn.Module):
         self.sizes = Batch(train_batch_size, self.sizes.micro, steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Another size of micro-batches, as many of them."""
+        """Change the size of micro-batches, but not their number."""
         steps = self.sizes.accumulation
         self.sizes = Batch(micro_batch_size * steps * self.world_size, micro_batch_size, steps)
 
@@ -80,7 +80,7 @@ class Answers(nn.Module):
         return self.zero_optimization_stage() == 3
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        return True  # whole weights can always be had here
+        return True  # full weights are always available here
 
     def fp16_enabled(self) -> bool:
         return self.settings.fp16.enabled
@@ -93,11 +93,11 @@ class Answers(nn.Module):
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale of the moment."""
+        """The current loss scale."""
         return self.loss_scale_of.scale
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtypes of computing and of accumulated gradients."""
+        """The compute dtype and the dtype of accumulated gradients."""
         return compute_dtype(self.settings) or torch.float32, torch.float32
 
     def get_data_parallel_rank(self) -> int:
@@ -105,7 +105,7 @@ class Answers(nn.Module):
 
 
 def compute_dtype(settings: Settings) -> torch.dtype | None:
-    """What the model computes in, where the configuration says."""
+    """The compute dtype, if the configuration sets it."""
     if settings.bf16.enabled:
         return torch.bfloat16
     return torch.float16 if settings.fp16.enabled else None

@@ -40,32 +40,36 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, torch.optim.Optimizer | None, Any, Any]:
-    """Shard `model` as a DeepSpeed configuration says, and return what trains it.
+    """Shard `model` according to a DeepSpeed configuration, and return what trains it.
 
     Args:
-        args: an object with `deepspeed_config`, where `config` is not given.
+        args: an object with `deepspeed_config`, if `config` is not given.
         model: any module; it is sharded in place.
-        optimizer: an optimizer of torch, or a function that makes one of `model_parameters`; goes before the
+        optimizer: a torch optimizer, or a function that makes one from `model_parameters`; takes precedence over the
             configuration's.
-        model_parameters: what the configuration's optimizer trains: tensors or groups. Default: all of the model.
-        training_data: a dataset; the third result is a loader of it.
-        lr_scheduler: a scheduler, or a function that makes one of the optimizer; goes before the configuration's.
-            The engine steps it.
-        distributed_port: taken for the sake of old scripts; the launcher chooses the port.
-        dist_init_required: False where the script makes the process group itself.
-        collate_fn: of the loader.
+        model_parameters: what the configuration's optimizer trains: tensors or groups. Default: all parameters of the
+            model.
+        training_data: a dataset; the third result is a loader for it.
+        lr_scheduler: a scheduler, or a function that makes one from the optimizer; takes precedence over the
+            configuration's. The engine steps it.
+        distributed_port: accepted for the sake of old scripts; the launcher chooses the port.
+        dist_init_required: False if the script makes the process group itself.
+        collate_fn: for the loader.
         config: a dict, the path of a JSON file, or a JSON text in base64. `config_params` is its older name.
 
     Returns: the engine, the optimizer, the loader and the scheduler; the last three may be None.
 
     Raises:
-        ConfigError: what is unknown or wrong in the configuration, or would silently change what is trained.
+        ConfigError: an entry of the configuration is unknown or invalid, or ignoring it would silently change what is
+            trained.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"initialize needs a model: pass model=, a torch.nn.Module (it has {type(model).__name__}).")
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
-            raise ConfigError(f"initialize({name}=...) is for model or sequence parallelism, which is not built here.")
+            raise ConfigError(
+                f"initialize({name}=...) is for model or sequence parallelism, which is not supported here."
+            )
     config = _configuration(args, config if config is not None else config_params)
     settings, unused = reading.read(config)
     if dist_init_required is not False:
@@ -74,7 +78,7 @@ def initialize(
     sizes = reading.batch(settings, ranks)
     if unused:
         reading.say_once(
-            f"Of the DeepSpeed configuration, this has no meaning here and is not applied: {', '.join(unused)}."
+            f"These keys of the DeepSpeed configuration have no meaning here and are not applied: {', '.join(unused)}."
         )
     device = _shard(model, settings, ranks)
     made = _optimizer(settings, model, optimizer, model_parameters)
@@ -92,7 +96,7 @@ def initialize(
 def _configuration(args: Any, config: Any) -> Any:
     of_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if of_args is not None and config is not None:
-        raise ConfigError("There are two DeepSpeed configurations: --deepspeed_config, and config=. Pass one.")
+        raise ConfigError("Two DeepSpeed configurations were given: --deepspeed_config and config=. Pass one.")
     if of_args is None and config is None:
         raise ConfigError(
             "There is no DeepSpeed configuration: pass config=, or --deepspeed_config on the command line."
@@ -105,7 +109,7 @@ def _shard(model: nn.Module, settings: Settings, ranks: int) -> torch.device:
     offload = settings.zero_optimization.offload()
     if offload in ("optimizer", "all") and device.type == "cpu":
         reading.say_once(
-            "DeepSpeed configuration: offload: this run computes on the CPU, so all of it lies there already."
+            "DeepSpeed configuration: offload: this run computes on the CPU, so everything is there already."
         )
     reduce = _REDUCE.get(settings.communication_data_type or "")
     precision = None
@@ -131,7 +135,7 @@ def _optimizer(
         made = optimizers.make(settings.optimizer, parameters)
     else:
         raise ConfigError(
-            f"initialize(optimizer=...) takes an optimizer of torch, or a function that makes one: {given!r}."
+            f"initialize(optimizer=...) takes a torch optimizer, or a function that makes one, not {given!r}."
         )
     _check_parameters(made, model)
     return made
@@ -142,8 +146,8 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     if not any(isinstance(p, ShardedParameter) for group in optimizer.param_groups for p in group["params"]):
         raise ConfigError(
-            f"The {type(optimizer).__name__} holds no parameter of the {type(model).__name__}. Make it of the "
-            "parameters of the model that initialize is given."
+            f"The {type(optimizer).__name__} holds no parameter of the {type(model).__name__}. Create it with the "
+            "parameters of the model that is passed to initialize."
         )
 
 
@@ -156,7 +160,7 @@ def _schedule(settings: Settings, optimizer: torch.optim.Optimizer | None, given
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Give `parser` the options --deepspeed and --deepspeed_config."""
+    """Add to `parser` the options --deepspeed and --deepspeed_config."""
     group = parser.add_argument_group("DeepSpeed")
     group.add_argument("--deepspeed", action="store_true", help="train with the configuration below")
     group.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed's JSON file")

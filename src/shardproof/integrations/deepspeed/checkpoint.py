@@ -1,4 +1,4 @@
-"""Checkpoints as DeepSpeed's users know them: a folder of tags, a file `latest`, a client state."""
+"""Checkpoints in DeepSpeed's layout: a folder of tags, a file `latest`, a client state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def save(
 ) -> None:
     """Write `folder`/`tag`, then name it in `folder`/latest."""
     if not folder:
-        raise ConfigError(f"save_checkpoint({folder!r}) names no folder: name one, or '.' for this one.")
+        raise ConfigError(f"save_checkpoint({folder!r}) has an empty folder: name one, or '.' for the current one.")
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
     shardproof.barrier(engine.module)
     _check_tag(tag)
@@ -48,8 +48,8 @@ def save(
 def load(
     engine: DeepSpeedEngine, folder: str, tag: Any, *, optimizer: bool, schedule: bool, counters: bool
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Load `folder`/`tag`, of which `folder`/latest tells the name where none is given. Returns path and client state;
-    None and None where there is nothing to load."""
+    """Load `folder`/`tag`; the default tag is in `folder`/latest. Returns path and client state; None and None if there
+    is nothing to load."""
     shardproof.barrier(engine.module)
     tag = _from_first(str(tag) if tag is not None else _latest(folder))
     if tag is None:
@@ -58,13 +58,13 @@ def load(
     path = Path(folder) / tag
     if any(path.glob("*model_states.pt")):
         raise ConfigError(
-            f"{path} is a checkpoint that DeepSpeed wrote. Make one of it that goes on here, and load that:\n"
+            f"{path} was written by DeepSpeed. Convert it, and load the result:\n"
             f"    shardproof convert {path} OTHER_FOLDER/{tag}"
         )
     saved = {name.partition("@")[0] for name in open_checkpoint(path)[1].values}
     objects = {"loss_scale": engine.loss_scale_of} if counters else {}
     if schedule and hasattr(engine.lr_scheduler, "load_state_dict"):
-        # shardproof convert calls it as every other engine does
+        # named as in every checkpoint that shardproof convert writes
         objects["lr_scheduler" if "state.lr_scheduler" in saved else "scheduler"] = engine.lr_scheduler
     objects = {name: value for name, value in objects.items() if f"state.{name}" in saved}
     values = shardproof.load(engine.module, engine.optimizer if optimizer else None, path, **objects)
@@ -77,7 +77,7 @@ def load(
 
 
 def write_weights(weights: dict[str, Any], file: Path, dtype: torch.dtype) -> None:
-    """Write whole weights in `dtype`, on rank 0, and wait for it."""
+    """Write full weights in `dtype` on rank 0, and wait for it."""
     if is_first():
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.save(in_dtype(weights, dtype), file)
@@ -101,11 +101,13 @@ def _check_tag(tag: str) -> None:
         tags = [None] * dist.get_world_size()
         dist.all_gather_object(tags, tag)
     if any(other != tags[0] for other in tags):
-        raise ConfigError(f"The tag of a checkpoint is the same on all ranks; they have {', '.join(map(repr, tags))}.")
+        raise ConfigError(
+            f"The tag of a checkpoint must be the same on all ranks; they have {', '.join(map(repr, tags))}."
+        )
 
 
 def _from_first(value: Any) -> Any:
-    """What rank 0 has."""
+    """The value of rank 0."""
     box = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(box)

@@ -1,4 +1,4 @@
-"""deepspeed.checkpointing: activations are computed again in backward, by torch's own means."""
+"""deepspeed.checkpointing: activations are recomputed in backward, by torch's own checkpointing."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch.utils.checkpoint import checkpoint as _checkpoint
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function`, keep only its inputs, and run it again when backward asks for what is inside."""
+    """Run `function`, keep only its inputs, and run it again when backward needs its activations."""
     return _checkpoint(function, *args, use_reentrant=True)
 
 
 def configure(*args: Any, **kwargs: Any) -> None:
-    """Nothing to do: activations are neither cut nor moved."""
+    """Nothing to do: activations are neither partitioned nor moved."""
 
 
 def is_configured() -> bool:
-    """Always: there is nothing to configure."""
+    """Always True: there is nothing to configure."""
     return True

@@ -1,4 +1,4 @@
-"""deepspeed.comm: torch.distributed under another name, and the making of the process group."""
+"""deepspeed.comm: torch.distributed under another name, and the creation of the process group."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Make the default process group, if there is none: of the ranks that torchrun, or another launcher that sets RANK
-    and its companions, has started; else of this process alone."""
+    """Create the default process group, if there is none: with the ranks started by torchrun, or by another launcher
+    that sets RANK and its companions; otherwise with this process alone."""
     if dist.is_initialized() or dist_init_required is False:
         return
     backend = dist_backend or dist.get_default_backend_for_device(default_device())
@@ -49,4 +49,4 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(dist, name)
     except AttributeError:
-        raise AttributeError(f"deepspeed.comm has no {name!r} here, nor has torch.distributed") from None
+        raise AttributeError(f"deepspeed.comm has no {name!r} here, nor does torch.distributed") from None

@@ -1,4 +1,4 @@
-"""Reading a DeepSpeed JSON: what it says, what has no meaning here, and the arithmetic of its batch sizes."""
+"""Reading a DeepSpeed JSON: its settings, the keys without meaning here, and the arithmetic of batch sizes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ class Batch:
 def read(config: str | os.PathLike[str] | dict[str, Any]) -> tuple[Settings, list[str]]:
     """Read a DeepSpeed configuration: a dict, a JSON file, or a JSON text in base64.
 
-    Returns: the settings, and the names of what is set and has no meaning here.
+    Returns: the settings, and the names of keys that are set but have no meaning here.
 
     Raises:
-        ConfigError: what is unknown (with the nearest known key), wrong, or would silently change what is trained.
+        ConfigError: a key is unknown (with the nearest known one) or invalid, or ignoring it would silently change what
+            is trained.
     """
     raw, where = _load(config)
     problems: list[str] = []
@@ -60,13 +61,14 @@ def batch(settings: Settings, ranks: int) -> Batch:
     """Work out the batch sizes that are not given, as DeepSpeed does.
 
     Raises:
-        ConfigError: neither train_batch_size nor train_micro_batch_size_per_gpu is given, or they contradict.
+        ConfigError: neither train_batch_size nor train_micro_batch_size_per_gpu is given, or they contradict each
+            other.
     """
     train, micro, steps = (getattr(settings, key) for key in _BATCH_KEYS)
     if train is None and micro is None:
         raise ConfigError(
             "The DeepSpeed configuration gives neither train_batch_size nor train_micro_batch_size_per_gpu "
-            '("auto" is filled in by a Trainer; in a loop of your own give a number).'
+            '("auto" is filled in by a Trainer; in your own loop give a number).'
         )
     if micro is None:
         steps = steps or 1
@@ -79,7 +81,7 @@ def batch(settings: Settings, ranks: int) -> Batch:
     if micro * steps * ranks != train:
         raise ConfigError(
             f"train_batch_size {train} is not train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks "
-            f"({micro} x {steps} x {ranks} = {micro * steps * ranks}). Leave one of them out, and it is worked out."
+            f"({micro} x {steps} x {ranks} = {micro * steps * ranks}). Leave one of them out to have it computed."
         )
     return Batch(train, micro, steps)
 
@@ -91,7 +93,7 @@ def _with(settings: Settings) -> str:
 
 @functools.cache
 def say_once(text: str) -> None:
-    """One line of what is not applied, on rank 0, however many engines are made of one file."""
+    """Log one line about keys that are not applied, on rank 0, only once per file."""
     if is_first():
         log.warning(text)
 
@@ -103,9 +105,9 @@ def _load(config: Any) -> tuple[dict[str, Any], str]:
     if isinstance(config, dict):
         return config, ""
     if not isinstance(config, (str, os.PathLike)):
-        raise ConfigError(f"A DeepSpeed configuration is a dict or the path of a JSON file, not {config!r}.")
+        raise ConfigError(f"A DeepSpeed configuration must be a dict or the path of a JSON file, not {config!r}.")
     path = Path(config)
-    if os.path.isfile(path):  # a text in base64 is too long a name for Path.is_file
+    if os.path.isfile(path):  # Path.is_file would raise for a long base64 text
         text, where = path.read_text(encoding="utf-8"), f" {path}"
     else:
         try:
@@ -133,7 +135,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _sift(raw: dict[str, Any], section: type[Section], prefix: str, problems: list[str], unused: list[str]) -> Any:
-    """The entries of `raw` that `section` reads; "auto" is as good as not given."""
+    """The entries of `raw` that `section` reads; "auto" counts as not given."""
     fields = {name: f for field_name, f in section.model_fields.items() for name in _names(field_name, f)}
     known = {*fields, *section.unused, *section.silent, *section.refused}
     values: dict[str, Any] = {}
@@ -143,7 +145,7 @@ def _sift(raw: dict[str, Any], section: type[Section], prefix: str, problems: li
             inner = _section_in(fields[key].annotation)
             if value is None or value == "auto":
                 continue
-            if key == "zero_optimization" and isinstance(value, bool):  # the form of the first releases
+            if key == "zero_optimization" and isinstance(value, bool):  # the format of early releases
                 value = {"stage": int(value)}
             if inner is not None and isinstance(value, dict):
                 value = _sift(value, inner, f"{name}.", problems, unused)
@@ -171,7 +173,7 @@ def _section_in(annotation: Any) -> type[Section] | None:
 
 
 def _on(value: Any) -> bool:
-    """Whether a value asks for something."""
+    """Whether a value enables something."""
     if isinstance(value, dict):
         return _on(value["enabled"]) if "enabled" in value else any(_on(v) for v in value.values())
     return value not in (None, False, 0, "auto", "none", "", [])

@@ -1,4 +1,4 @@
-"""The engine that `initialize` returns: DeepSpeed's loop over a model that `shardproof.shard` has cut."""
+"""The engine that `initialize` returns: DeepSpeed's loop over a model sharded by `shardproof.shard`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardproof.integrations.deepspeed.sections import Settings
 
 
 class DeepSpeedEngine(Answers):
-    """Forward, backward and step of one model, as a script for DeepSpeed calls them.
+    """Forward, backward and step of one model, as a DeepSpeed script calls them.
 
     `backward` divides the loss by the accumulation steps; `step` acts at the end of an accumulation only: it
     unscales, clips, steps the optimizer and the schedule, and clears the gradients. Every rank must call it.
@@ -32,9 +32,9 @@ class DeepSpeedEngine(Answers):
     Attributes:
         module: the model itself, sharded in place.
         optimizer, lr_scheduler, training_dataloader: what `initialize` returned; each may be None.
-        global_steps: optimizer steps so far, those skipped for an overflow too (`skipped_steps`).
+        global_steps: optimizer steps so far, including those skipped for an overflow (`skipped_steps`).
         micro_steps: calls of `step`.
-        running: how many `backward` calls are under way, of all engines: a loss may come from several.
+        running: the number of `backward` calls in progress, over all engines: a loss may come from several.
     """
 
     running: ClassVar[int] = 0
@@ -72,7 +72,7 @@ class DeepSpeedEngine(Answers):
         self._backwards = 0
 
     def __getattr__(self, name: str) -> Any:
-        """What the engine lacks is looked up in the model."""
+        """Attributes that the engine lacks are looked up in the model."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -97,7 +97,8 @@ class DeepSpeedEngine(Answers):
         return outputs
 
     def of_output(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of an output. `loss.backward()` without the engine: accumulation steps are divided out here."""
+        """The gradient of an output. For `loss.backward()` without the engine, the division by accumulation steps is
+        done here."""
         if DeepSpeedEngine.running:
             return grad
         if self.loss_scale_of.on and not self._scaled:
@@ -105,7 +106,7 @@ class DeepSpeedEngine(Answers):
         return grad / self.gradient_accumulation_steps()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale, for a `backward()` of your own."""
+        """The loss times the loss scale, for your own `backward()`."""
         self._scaled = True
         return self.loss_scale_of.apply(loss)
 
@@ -126,14 +127,14 @@ class DeepSpeedEngine(Answers):
         return loss
 
     def _reduction(self) -> contextlib.AbstractContextManager[None]:
-        """Stages 0 and 1 reduce gradients at the end of an accumulation; stages 2 and 3 at each backward pass, for
-        between them they promise to hold a slice of the gradients, not the whole of them."""
+        """Stages 0 and 1 reduce gradients at the end of an accumulation; stages 2 and 3 at each backward pass, since
+        between these they promise to hold only a slice of the gradients."""
         now = self.is_gradient_accumulation_boundary() or self.zero_optimization_stage() >= 2
         return _nothing() if now else shardproof.no_sync(self.module)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside reduce nothing. Works at every stage."""
+        """Backward passes inside do not reduce gradients. Works at every stage."""
         self._no_sync += 1
         try:
             with shardproof.no_sync(self.module):
@@ -144,7 +145,7 @@ class DeepSpeedEngine(Answers):
     # --- accumulation and step ------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the present micro-batch is the last one of an optimizer step."""
+        """Whether the current micro-batch is the last one of an optimizer step."""
         if self._boundary is not None:
             return self._boundary
         if not self.settings.managed_gradient_accumulation:
@@ -152,13 +153,13 @@ class DeepSpeedEngine(Answers):
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say it yourself, instead of the count."""
+        """Set the boundary yourself, instead of by the count."""
         if not self.settings.managed_gradient_accumulation:
-            raise EngineError("With managed_gradient_accumulation: false every step() is the end of an accumulation.")
+            raise EngineError("With managed_gradient_accumulation: false every step() ends an accumulation.")
         self._boundary = is_boundary
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """At the end of an accumulation: clip, step, clear. Elsewhere: count."""
+        """At the end of an accumulation: clip, step, clear gradients. Otherwise: count."""
         optimizer = self._need_optimizer("step")
         if self._no_sync:
             raise EngineError("engine.step() inside engine.no_sync(): leave the context first.")
@@ -202,7 +203,8 @@ class DeepSpeedEngine(Answers):
         return self.optimizer
 
     def zero_grad(self) -> None:  # type: ignore[override]
-        """Clear the gradients. `step` does it already; in the middle of an accumulation it drops what there is."""
+        """Clear the gradients. `step` does it already; in the middle of an accumulation this drops the gradients so
+        far."""
         if self._backwards:
             say_once(
                 "engine.zero_grad() between backward and step drops the gradients so far, at every stage (DeepSpeed "
@@ -215,16 +217,16 @@ class DeepSpeedEngine(Answers):
         return self._applied
 
     def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Compile the blocks of the model, each by itself; gathering stays outside of what is compiled."""
+        """Compile the blocks of the model, each separately; gathering stays outside the compiled code."""
         for unit in self.module.__dict__["_shardproof"].units[1:]:
             for block in unit.entries:
                 block.compile(backend=backend, **(compile_kwargs or {}))
 
     def empty_partition_cache(self) -> None:
-        """Nothing to do: what is kept whole for passes without gradients goes when training continues."""
+        """Nothing to do: parameters kept gathered for passes without gradients are released when training continues."""
 
     def destroy(self) -> None:
-        """Let go of optimizer, schedule and loader."""
+        """Release optimizer, schedule and loader."""
         self.optimizer = self.lr_scheduler = self.training_dataloader = None
 
     # --- data and weights -------------------------------------------------------------------------------
@@ -245,7 +247,7 @@ class DeepSpeedEngine(Answers):
         )
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Whole weights on the CPU, on every rank. Every rank must call it."""
+        """Full weights on the CPU, on every rank. Every rank must call it."""
         return self._whole_weights(exclude_frozen_parameters, rank0_only=False)
 
     def _whole_weights(self, exclude_frozen: bool, rank0_only: bool) -> dict[str, Any]:
@@ -254,12 +256,12 @@ class DeepSpeedEngine(Answers):
         return {name: value for name, value in state.items() if name not in frozen}
 
     def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True, **_: Any) -> None:
-        """Load whole weights; the dict of rank 0 counts. Every rank must call it."""
+        """Load full weights; the dict of rank 0 counts. Every rank must call it."""
         shardproof.load_full_state_dict(self.module, state_dict.get("module", state_dict), strict=strict)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """Whole weights in the dtype of computing, on the CPU of rank 0; None elsewhere. Not public, but many scripts
-        save by it. Every rank must call it."""
+        """Full weights in the compute dtype, on the CPU of rank 0; None elsewhere. Not public, but many scripts save
+        with it. Every rank must call it."""
         weights = self._whole_weights(exclude_frozen_parameters, rank0_only=True)
         return checkpoint.in_dtype(weights, self.get_data_types()[0]) if self.global_rank == 0 else None
 
@@ -268,7 +270,7 @@ class DeepSpeedEngine(Answers):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write whole weights, in the dtype of computing, to one file that `torch.load` reads, at every stage. Every
+        """Write full weights, in the compute dtype, to one file that `torch.load` reads, at every stage. Every
         rank must call it."""
         weights = self.module_state_dict(exclude_frozen_parameters)
         checkpoint.write_weights(weights, Path(save_dir) / save_filename, self.get_data_types()[0])
@@ -282,11 +284,11 @@ class DeepSpeedEngine(Answers):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save all there is to `save_dir`/`tag` (default: global_stepN) and name it in `save_dir`/latest. It can be
+        """Save everything to `save_dir`/`tag` (default: global_stepN) and name it in `save_dir`/latest. It can be
         loaded at any stage and on any number of ranks. Every rank must call it.
 
         Raises:
-            CheckpointError: on all ranks: a value of `client_state` that is no plain one, or a failure to write.
+            CheckpointError: on all ranks: a value of `client_state` is not a plain one, or writing failed.
         """
         frozen = not exclude_frozen_parameters
         checkpoint.save(self, save_dir, tag, client_state or {}, latest=save_latest, frozen=frozen)
@@ -302,17 +304,17 @@ class DeepSpeedEngine(Answers):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load `load_dir`/`tag`, or what `load_dir`/latest names. Every rank must call it.
+        """Load `load_dir`/`tag`, or the tag that `load_dir`/latest names. Every rank must call it.
 
-        Returns: the folder and the client state; None and None where there is no `latest`.
+        Returns: the folder and the client state; None and None if there is no `latest`.
 
         Raises:
-            CheckpointError: on all ranks: no checkpoint of this model, or a damaged one.
+            CheckpointError: on all ranks: not a checkpoint of this model, or a damaged one.
         """
         if not load_module_strict or custom_load_fn is not None:
             raise ConfigError(
-                "load_checkpoint loads a whole checkpoint: load_module_strict=False and custom_load_fn= are not built "
-                "here. Load weights of another model with engine.load_module_state_dict(weights, strict=False)."
+                "load_checkpoint loads complete checkpoints only: load_module_strict=False and custom_load_fn= are not "
+                "supported. Load weights of another model with engine.load_module_state_dict(weights, strict=False)."
             )
         everything = not load_module_only
         return checkpoint.load(
@@ -326,8 +328,8 @@ class DeepSpeedEngine(Answers):
 
 
 class _Output(torch.autograd.Function):
-    """An output of the model, whose gradient the engine looks at. Not a hook on the output itself: one output may be
-    computed from another, and would be divided twice."""
+    """An output of the model, whose gradient passes through the engine. A hook on the output itself would not do: one
+    output may be computed from another, whose gradient would be divided twice."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, engine: DeepSpeedEngine) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The optimizer section of a DeepSpeed JSON, as an optimizer of torch."""
+"""The optimizer section of a DeepSpeed JSON, as a torch optimizer."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import torch
 from shardproof.errors import ConfigError
 from shardproof.integrations.deepspeed.sections import Named
 
-_NEEDS_OWN = "comes with DeepSpeed only; make one of your own and pass it as initialize(optimizer=...)"
+_NEEDS_OWN = "comes with DeepSpeed only; create your own and pass it as initialize(optimizer=...)"
 _WHOLE = "needs whole parameters and comes with DeepSpeed only; use AdamW"
-_COMPRESSED = "compresses gradients on the wire, which is not built here; use AdamW"
+_COMPRESSED = "compresses gradients in communication, which is not supported here; use AdamW"
 _REFUSED = {
     "lamb": _WHOLE,
     "onebitlamb": _COMPRESSED,
     "onebitadam": _COMPRESSED,
     "zerooneadam": _COMPRESSED,
-    "muon": "is for matrices only; pass torch.optim.Muon of these as initialize(optimizer=...)",
+    "muon": "is for matrices only; pass a torch.optim.Muon over these as initialize(optimizer=...)",
     "lion": _NEEDS_OWN,
     "muadam": _NEEDS_OWN,
     "muadamw": _NEEDS_OWN,
     "musgd": _NEEDS_OWN,
 }
-# What arguments are called elsewhere.
+# Other names of arguments.
 _MEANT = {"learning_rate": "lr", "epsilon": "eps", "adam_epsilon": "eps", "wd": "weight_decay", "beta": "betas"}
-# What DeepSpeed's Adam takes and torch's has no need of.
+# Arguments of DeepSpeed's Adam that torch's does not need.
 _ADAM_ONLY = ("bias_correction", "set_grad_none", "adamw_mode", "fp32_optimizer_states", "freeze_step")
 
 
@@ -36,12 +36,10 @@ def make(section: Named, parameters: Any) -> torch.optim.Optimizer:
     """The optimizer that `section` describes, over `parameters`.
 
     Raises:
-        ConfigError: one that cannot be made of what comes with torch, or arguments that it does not have.
+        ConfigError: torch has no such optimizer, or it does not take these arguments.
     """
     if section.params.get("lr") == "auto":
-        raise ConfigError(
-            'optimizer.params.lr is "auto", which a Trainer fills in. In a loop of your own give a number.'
-        )
+        raise ConfigError('optimizer.params.lr is "auto", which a Trainer fills in. In your own loop give a number.')
     kind, settings = arguments(section)
     try:
         return kind(parameters, **settings)
@@ -53,11 +51,11 @@ def arguments(section: Named) -> tuple[Callable[..., torch.optim.Optimizer], dic
     """The class that `section` names and its arguments, without those that are "auto".
 
     Raises:
-        ConfigError: one that cannot be made of what comes with torch, or arguments that it does not have.
+        ConfigError: torch has no such optimizer, or it does not take these arguments.
     """
     settings = {key: value for key, value in section.params.items() if value != "auto"}
     if "max_grad_norm" in settings:
-        raise ConfigError("optimizer.params.max_grad_norm is not an optimizer's: set gradient_clipping.")
+        raise ConfigError("optimizer.params.max_grad_norm is not an optimizer argument: set gradient_clipping.")
     kind = _adam(section.type.lower(), settings) if section.type.lower() in ("adam", "adamw") else _torch(section.type)
     if "betas" in settings:
         settings["betas"] = tuple(settings["betas"])
@@ -66,10 +64,10 @@ def arguments(section: Named) -> tuple[Callable[..., torch.optim.Optimizer], dic
 
 
 def _adam(name: str, settings: dict[str, Any]) -> Callable[..., torch.optim.Optimizer]:
-    """DeepSpeed's "Adam" decouples weight decay unless `adam_w_mode` says no, and decays nothing by default."""
+    """DeepSpeed's "Adam" decouples weight decay unless `adam_w_mode` is false; its default decay is 0."""
     decoupled = bool(settings.pop("adam_w_mode", True)) or name == "adamw"
     if not settings.get("bias_correction", True):
-        raise ConfigError("optimizer.params.bias_correction: false is not in torch's Adam; leave it out.")
+        raise ConfigError("optimizer.params.bias_correction: false is not supported by torch's Adam; leave it out.")
     for key in _ADAM_ONLY:
         settings.pop(key, None)
     if not settings.pop("torch_adam", False):
@@ -85,13 +83,13 @@ def _torch(name: str) -> Callable[..., torch.optim.Optimizer]:
     if name.lower() not in known:
         near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
         hint = f" Did you mean {known[near[0]].__name__}?" if near else ""
-        raise ConfigError(f"optimizer.type {name!r} is not an optimizer of torch.{hint}")
+        raise ConfigError(f"optimizer.type {name!r} is not a torch optimizer.{hint}")
     return known[name.lower()]
 
 
 def check_arguments(kind: Callable[..., Any], settings: dict[str, Any], section: str, needed: bool = True) -> None:
-    """Refuse arguments that `kind` does not take, with the nearest that it does; and, with `needed`, that it lacks one
-    that it cannot do without."""
+    """Refuse arguments that `kind` does not take, with the nearest one that it does; and, with `needed`, missing ones
+    that it requires."""
     name = getattr(kind, "__name__", str(kind))
     taken = dict(list(inspect.signature(kind).parameters.items())[1:])
     known = [key for key in taken if key != "last_epoch"]
@@ -102,4 +100,4 @@ def check_arguments(kind: Callable[..., Any], settings: dict[str, Any], section:
             raise ConfigError(f"{section}.params.{key} is not an argument of {name}.{hint}")
     for key, parameter in taken.items():
         if needed and parameter.default is parameter.empty and key not in settings:
-            raise ConfigError(f"{section}.params.{key} is missing, and {name} cannot do without it.")
+            raise ConfigError(f"{section}.params.{key} is missing, and {name} requires it.")

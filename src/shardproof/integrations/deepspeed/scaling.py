@@ -14,13 +14,13 @@ log = logging.getLogger("shardproof")
 
 
 class LossScale:
-    """Scales losses, unscales gradients, and moves the scale: down after overflows, up after a quiet time.
+    """Scales losses, unscales gradients, and adapts the scale: down after overflows, up after a while without any.
 
-    A scale of 0 in the settings is one that moves; any other is fixed. Where scaling is off every method passes
-    its argument on.
+    A scale of 0 in the settings means dynamic; any other is fixed. If scaling is off, every method passes its argument
+    on.
 
     Attributes:
-        scale: by how much losses are multiplied at present.
+        scale: the current factor for losses.
     """
 
     def __init__(self, settings: Fp16, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class LossScale:
 
     def _begin(self) -> None:
         self._scaler = torch.amp.GradScaler(self.device.type, init_scale=self.scale, enabled=self.on)
-        self._scaler.scale(torch.zeros((), device=self.device))  # a rank may step without a backward pass of its own
+        self._scaler.scale(torch.zeros((), device=self.device))  # a rank may step without a backward pass
 
     def apply(self, loss: torch.Tensor) -> torch.Tensor:
         return self._scaler.scale(loss.float()) if self.on else loss
@@ -50,7 +50,7 @@ class LossScale:
         """A step was taken, or skipped because of an `overflow`.
 
         Raises:
-            NonFiniteError: the gradients overflow at the smallest scale that is allowed.
+            NonFiniteError: the gradients overflow at the smallest allowed scale.
         """
         if not self.on:
             return
@@ -83,7 +83,7 @@ class LossScale:
         return {name: getattr(self, name) for name in ("scale", "patience", "steps", "last_overflow")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the scale was that moved then, if it does now; that of another precision says nothing."""
+        """Restore a dynamic scale, if the current one is dynamic too; the state of another precision is ignored."""
         if self.on and self.dynamic and state["steps"]:
             self.__dict__.update(state)
             self._begin()

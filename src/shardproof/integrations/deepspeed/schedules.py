@@ -1,8 +1,8 @@
-"""The learning-rate schedules that come with DeepSpeed, as schedulers of torch with the same values.
+"""The learning-rate schedules that come with DeepSpeed, as torch schedulers with the same values.
 
-[Note: which step is the first]
-DeepSpeed counts steps from -1: the optimizer's first step and its second one both have the value of step 0 or below,
-because the count is raised only after a step. torch counts from 0, so the step here is `last_epoch - 1`.
+[Note: which step is the first] DeepSpeed counts steps from -1: the optimizer's first and second steps both have the
+value of step 0 or below, because the count is raised only after a step. torch counts from 0, so the step here is
+`last_epoch - 1`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PerGroup = float | list[float]
 
 
 class Schedule(LRScheduler):
-    """What they have in common: a state of one number, as in DeepSpeed's checkpoints."""
+    """The base class: a state of one number, as in DeepSpeed's checkpoints."""
 
     @property
     def last_batch_iteration(self) -> int:
@@ -36,9 +36,9 @@ class Schedule(LRScheduler):
         return list(value)
 
     def step(self, last_batch_iteration: int | None = None) -> None:  # type: ignore[override]
-        """The step after the last one, or that of a number, as DeepSpeed counts: one less than torch."""
+        """Advance by one step, or to a given one, counted as in DeepSpeed: one less than torch."""
         if last_batch_iteration is not None:
-            self.last_epoch = last_batch_iteration  # which torch counts up
+            self.last_epoch = last_batch_iteration  # torch increments it
         super().step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class Schedule(LRScheduler):
 
 
 def _warmed(step: int, steps: int, kind: str) -> float:
-    """How far the warm-up has come, from 0 to 1."""
+    """The progress of the warm-up, from 0 to 1."""
     return math.log(step + 1) / math.log(steps) if kind == "log" else step / steps
 
 
@@ -89,7 +89,7 @@ class WarmupLR(Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As WarmupLR, then linearly to 0 at `total_num_steps`."""
+    """Like WarmupLR, then linearly to 0 at `total_num_steps`."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class WarmupCosineLR(Schedule):
 
 
 class LRRangeTest(Schedule):
-    """Raise the rate from `lr_range_test_min_lr`, to see how high it may be."""
+    """Raise the rate from `lr_range_test_min_lr`, to find its upper limit."""
 
     def __init__(
         self,
@@ -154,7 +154,9 @@ class LRRangeTest(Schedule):
     ) -> None:
         self.optimizer = optimizer
         if not isinstance(lr_range_test_step_size, int) or lr_range_test_step_size <= 0:
-            raise ConfigError(f"lr_range_test_step_size must be a whole number above 0: {lr_range_test_step_size!r}.")
+            raise ConfigError(
+                f"lr_range_test_step_size must be a whole number above 0, not {lr_range_test_step_size!r}."
+            )
         self.min_lrs = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
         self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
@@ -170,7 +172,7 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """Up to `cycle_max_lr` and back to `cycle_min_lr`, betas the other way round, then a slow decay."""
+    """Up to `cycle_max_lr` and back to `cycle_min_lr`, betas in the opposite direction, then a slow decay."""
 
     def __init__(
         self,
@@ -205,7 +207,7 @@ class OneCycle(Schedule):
         super().__init__(optimizer)
 
     def _height(self) -> float:
-        """How far up in the cycle the present step is, from 0 to 1."""
+        """The height of the current step in the cycle, from 0 to 1."""
         step = self.last_epoch
         position = step / self.total - math.floor(step / self.total)
         rising = position <= self.first / self.total
@@ -213,7 +215,7 @@ class OneCycle(Schedule):
         count = self.stairs[0 if rising else 1]
         if count <= 0:
             return height
-        within = step % self.total  # from the step itself: a height rounded down must not fall a whole stair
+        within = step % self.total  # from the step itself: rounding down the height must not lose a whole stair
         on = within * count / self.first if within <= self.first else (self.total - within) * count / self.second
         return math.floor(on) / count
 
@@ -230,7 +232,7 @@ class OneCycle(Schedule):
         return [low / (1 + self.decay_lr_rate * decays) for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group, or None where the optimizer has none."""
+        """The betas of each group, or None if the optimizer has none."""
         if not self.cycle_momentum:
             return None
         decays = self._decays()
@@ -252,22 +254,22 @@ OF_DEEPSPEED = {kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, Warmup
 
 
 def make(section: Named, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The schedule that the scheduler section describes: one of DeepSpeed's, or any of torch.
+    """The schedule that the scheduler section describes: one of DeepSpeed's, or any from torch.
 
     Raises:
-        ConfigError: an unknown one, or arguments that it does not have.
+        ConfigError: it is unknown, or does not take these arguments.
     """
     torchs = {n: k for n, k in vars(torch.optim.lr_scheduler).items() if isinstance(k, type) and n[0].isupper()}
     kind = OF_DEEPSPEED.get(section.type) or torchs.get(section.type)
     if kind is None:
         raise ConfigError(
-            f"scheduler.type {section.type!r} is not a schedule of DeepSpeed or torch."
+            f"scheduler.type {section.type!r} is neither a DeepSpeed nor a torch schedule."
             f"{did_you_mean(section.type, [*OF_DEEPSPEED, *torchs], 0.4)}"
         )
     open_ends = [key for key in ("warmup_num_steps", "total_num_steps") if section.params.get(key) == "auto"]
     if open_ends:
         raise ConfigError(
-            f'scheduler.params.{open_ends[0]} is "auto", which a Trainer fills in. In a loop of your own give a number.'
+            f'scheduler.params.{open_ends[0]} is "auto", which a Trainer fills in. In your own loop give a number.'
         )
     settings = {key: value for key, value in section.params.items() if value != "auto"}
     if section.params.get("warmup_max_lr") == "auto" and section.type == "WarmupDecayLR":

@@ -1,6 +1,6 @@
-"""The sections of a DeepSpeed JSON that mean something here, and what becomes of every other key.
+"""The sections of a DeepSpeed JSON that have a meaning here, and the treatment of every other key.
 
-A key is one of: a field (it is read), `unused` (it tunes a mechanism that this engine does not have; named once),
+A key is one of: a field (it is read), `unused` (it tunes a mechanism that this engine does not have; reported once),
 `silent` (leaving it out loses nothing), `refused` (ignoring it would change what is trained, so it is an error).
 """
 
@@ -13,7 +13,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
 
 from shardproof.errors import ConfigError
 
-_NOT_BUILT = "is not built here, and without it something else would be trained; remove it"
+_NOT_BUILT = "is not supported, and ignoring it would change what is trained; remove it"
 
 
 class Section(BaseModel):
@@ -63,8 +63,7 @@ class Zero(Section):
         " save_muon_momentum_buffer_in_memory mics_shard_size mics_hierarchical_params_gather zeropp_loco_param"
         " grad_hooks".split()
     )
-    # Weights are always whole when they are saved; a module that only some ranks use needs no mark; unused
-    # parameters are ordinary.
+    # Saved weights are always full; a module that only some ranks use needs no mark; unused parameters need no setting.
     silent = frozenset(
         "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save"
         " stage3_gather_fp16_weights_on_model_save cpu_offload_use_pin_memory leaf_module"
@@ -73,7 +72,7 @@ class Zero(Section):
     refused: ClassVar[dict[str, str]] = {"zenflow": _NOT_BUILT}
 
     def offload(self) -> str | None:
-        """What `shardproof.shard(offload=...)` takes for it.
+        """The value for `shardproof.shard(offload=...)`.
 
         Raises:
             ConfigError: NVMe without a path.
@@ -81,7 +80,7 @@ class Zero(Section):
         for name, part in (("offload_param", self.offload_param), ("offload_optimizer", self.offload_optimizer)):
             if part.device == "nvme":
                 if not part.nvme_path:
-                    raise ConfigError(f"zero_optimization.{name}: device is nvme and there is no nvme_path.")
+                    raise ConfigError(f"zero_optimization.{name}: device is nvme, but nvme_path is missing.")
                 return f"nvme:{part.nvme_path}"
         if self.offload_param.device == "cpu" or self.cpu_offload_param:
             return "all"
@@ -135,12 +134,12 @@ class Checkpoint(Section):
 
 
 class DataTypes(Section):
-    silent = frozenset({"grad_accum_dtype"})  # float32, the best that may be asked for
+    silent = frozenset({"grad_accum_dtype"})  # float32, the best possible choice
     unused = frozenset({"param_dtype", "buffer_dtype", "keep_in_fp32_modules"})
 
 
 class Settings(Section):
-    """The file as a whole. `shardproof.integrations.deepspeed.config.read` makes it."""
+    """The whole file, as read by `shardproof.integrations.deepspeed.config.read`."""
 
     train_batch_size: int | None = Field(default=None, gt=0)
     train_micro_batch_size_per_gpu: int | None = Field(default=None, gt=0)
@@ -169,7 +168,8 @@ class Settings(Section):
     silent = frozenset({"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "vocabulary_size"})
     refused: ClassVar[dict[str, str]] = {
         "amp": "(NVIDIA Apex) is not supported: use bf16 or fp16",
-        "gradient_allreduce_op": "'sum' is not built here: gradients are averaged; multiply the loss by the ranks",
+        "gradient_allreduce_op": "'sum' is not supported: gradients are averaged; multiply the loss by the number of"
+        " ranks",
         **dict.fromkeys(
             "tensor_parallel pipeline expert_parallel sequence_parallel_size data_parallel_size hybrid_engine"
             " compression_training data_efficiency curriculum_learning progressive_layer_drop elasticity"

@@ -1,4 +1,4 @@
-"""deepspeed.utils: whole values of one parameter, its gradient and its optimizer state; marks that are not needed."""
+"""deepspeed.utils: whole values of one parameter, its gradient and its optimizer state; no-op markers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardproof.errors import EngineError
 from shardproof.zero.tensors.parameter import ShardedParameter
 
 logger = logging.getLogger("shardproof")
-OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those of the engines, where state is found
+OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # the engines' optimizers, to look up state
 
 
 def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on the ranks named, -1 for all; rank 0 by default."""
+    """Log on the given ranks, -1 for all; rank 0 by default."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     if rank in (ranks or [0]) or -1 in (ranks or []):
         logger.log(level, "[rank %d] %s", rank, message)
@@ -55,8 +55,8 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """The whole of what the optimizer keeps of a parameter under this name ("exp_avg"), or None before its first step.
-    Every rank must call it."""
+    """The full optimizer state of a parameter under this name ("exp_avg"), or None before its first step. Every rank
+    must call it."""
     value = _state(param).get(optim_state_key)
     if value is None or not (isinstance(param, ShardedParameter) and _is_slice(param, value)):
         return value if value is None else value.detach().clone()
@@ -66,15 +66,15 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Have the optimizer keep this whole value of a parameter. Every rank must call it.
+    """Set the full optimizer state of a parameter. Every rank must call it.
 
     Raises:
-        EngineError: the optimizer keeps nothing under this name yet.
+        EngineError: the optimizer has no state under this name yet.
     """
     kept = _state(param).get(optim_state_key)
     if kept is None:
         raise EngineError(
-            f"The optimizer keeps no {optim_state_key!r} of this parameter: it does after its first step."
+            f"The optimizer has no {optim_state_key!r} for this parameter yet: state exists after the first step."
         )
     if isinstance(param, ShardedParameter) and _is_slice(param, kept):
         first, last = param.flat.range_in_parameter(param.index) if param.flat.engine.sharded else (0, None)
@@ -83,7 +83,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 
 def _is_slice(param: ShardedParameter, value: torch.Tensor) -> bool:
-    """Whether it goes with the elements that this rank holds; a number, such as "step", does not."""
+    """Whether a state value is sharded like the parameter; a number, such as "step", is not."""
     return value.dim() > 0 and value.numel() == param.local.numel()
 
 
@@ -93,7 +93,7 @@ def _state(param: nn.Parameter) -> dict[str, torch.Tensor]:
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Any) -> list[nn.Module]:
-    """Nothing to do: experts and towers that only some ranks use are ordinary. Returns the modules named."""
+    """Nothing to do: experts and towers that only some ranks use need no mark. Returns the modules named."""
     kinds = tuple(kind for kind in leaf_module_classes if isinstance(kind, type))
     names = {str(kind) for kind in leaf_module_classes}
     return [m for m in model.modules() if isinstance(m, kinds) or type(m).__name__ in names]
@@ -109,7 +109,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 class RepeatingLoader:
-    """A loader that begins again when it is through."""
+    """A loader that starts over at its end."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

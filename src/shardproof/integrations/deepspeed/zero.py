@@ -1,4 +1,4 @@
-"""deepspeed.zero: building a model, looking at whole parameters, and what need not be said here."""
+"""deepspeed.zero: building a model, access to whole parameters, and calls that are not needed here."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from shardproof.zero.tensors.parameter import ShardedParameter, by_engine
 
 
 class Init(contextlib.AbstractContextManager["Init"]):
-    """A context to build a model in. The model is built whole, in the memory of the host; `initialize` cuts it.
+    """A context to build a model in. The model is built unsharded, in host memory; `initialize` shards it.
 
-    So a model must fit into the memory of the host once for each rank, which `deepspeed.zero.Init` does not ask.
-    All arguments are taken and none is needed: device, precision and stage come from the configuration that
-    `initialize` gets.
+    So a model must fit into host memory once per rank, which `deepspeed.zero.Init` does not require. All arguments are
+    accepted and none is needed: device, precision and stage come from the configuration given to `initialize`.
     """
 
     def __init__(self, module: nn.Module | None = None, *args: Any, enabled: bool = True, **kwargs: Any) -> None:
@@ -38,16 +37,16 @@ class Init(contextlib.AbstractContextManager["Init"]):
 class GatheredParameters(contextlib.AbstractContextManager[None]):
     """Inside, `params` are ordinary whole parameters, the same objects. Every rank must enter and leave it.
 
-    Works before `initialize`, too. At every stage the edits of `modifier_rank` are what all ranks go on with.
+    Works before `initialize`, too. At every stage all ranks continue with the edits of `modifier_rank`.
 
     Args:
         params: one parameter, or any iterable of them.
-        modifier_rank: the rank whose edits are kept. None: nothing is to be edited.
-        fwd_module: taken and not needed.
+        modifier_rank: the rank whose edits are kept. None: no edits.
+        fwd_module: accepted but not needed.
         enabled: False does nothing.
 
     Raises:
-        EngineError: on leaving, if a parameter was edited and `modifier_rank` is None, or has another shape.
+        EngineError: on leaving, if a parameter was edited although `modifier_rank` is None, or changed its shape.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
             whole = [p.whole().detach().clone() for p in sharded]
         try:
             for p, value in zip(sharded, whole, strict=True):
-                # `p`, the object that everybody holds, becomes the plain one, and `other` the sharded one.
+                # `p`, the object that others hold, becomes the plain one, and `other` the sharded one.
                 other = nn.Parameter(value, requires_grad=p.requires_grad)
                 _swap(p, other)
                 self._inside.append((p, other, digest(value) if self.modifier_rank is None else 0))
@@ -91,13 +90,13 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
         pairs = [(p, value, was) for (p, _, was), value in zip(inside, values, strict=True)]
         shapes = [p.qualified_name for p, value, _ in pairs if value.shape != p.shape]
         if shapes:
-            raise EngineError(f"{some(shapes)} has another shape now. Change shapes before initialize.")
+            raise EngineError(f"{some(shapes)} has changed its shape. Change shapes before initialize.")
         if self.modifier_rank is None:
             edited = [p.qualified_name for p, value, was in pairs if digest(value) != was]
             if edited:
                 raise EngineError(
                     f"{some(edited)} was edited inside GatheredParameters, and the edit is dropped. Pass "
-                    "modifier_rank=0 to keep what rank 0 wrote."
+                    "modifier_rank=0 to keep rank 0's edits."
                 )
             return
         for engine in by_engine(p for p, _, _ in pairs):
@@ -110,7 +109,7 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
 
 
 def _swap(held: torch.Tensor, other: torch.Tensor) -> None:
-    if isinstance(held, ShardedParameter):  # a node of the graph that is shown again holds it
+    if isinstance(held, ShardedParameter):  # a reused graph node holds it
         held.flat.standing.show_anew()
     try:
         torch.utils.swap_tensors(held, other)
@@ -122,7 +121,8 @@ def _swap(held: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def _keep(p: ShardedParameter, value: torch.Tensor) -> None:
-    """Each rank keeps its slice of `value`, where it differs: the rest of a float32 master is finer."""
+    """Each rank takes over its slice of `value` where it differs; elsewhere the float32 master, which is finer,
+    stays."""
     with torch.no_grad():
         p.before_change()
         p.flat.take_over(p.index, value)
@@ -132,7 +132,7 @@ def _keep(p: ShardedParameter, value: torch.Tensor) -> None:
 def _send(value: torch.Tensor, source: int) -> torch.Tensor:
     """Overwrite `value` with that of rank `source`."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        there = value.to(default_device())  # where the backend can send from; a model may still lie in the host
+        there = value.to(default_device())  # the backend sends from there; the model may still be on the host
         dist.broadcast(there, source)
         if there is not value:
             value.copy_(there)
@@ -151,5 +151,5 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
-    """The model itself: it generates as it is."""
+    """The model itself: it can generate without unwrapping."""
     yield getattr(model, "module", model)

@@ -1,4 +1,4 @@
-"""deepspeed.ops.adam: optimizers that scripts name, which are torch's AdamW with DeepSpeed's defaults."""
+"""deepspeed.ops.adam: optimizers that scripts import, implemented as torch's AdamW with DeepSpeed's defaults."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def FusedAdam(model_params: Any, **settings: Any) -> torch.optim.Optimizer:
 
 
 def DeepSpeedCPUAdam(model_params: Any, adamw_mode: bool = True, **settings: Any) -> torch.optim.Optimizer:
-    """The same: with offload it steps where the state lies, on the CPU."""
+    """The same: with offload it steps on the CPU, where the state is."""
     return make(Named(type="Adam", params={"adam_w_mode": adamw_mode, **settings}), model_params)
