@@ -226,7 +226,7 @@ def test_another_format_is_loaded_whole_and_said(run2: Run, tmp_path: Path) -> N
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     for (line,) in check_same(run2, "AutoModelForCausalLM", tmp_path, 3):
-        assert "is loaded whole on every rank: it does not lie in safetensors files" in line
+        assert "is loaded in full on every rank: it is not in safetensors files" in line
 
 
 def test_a_release_that_loads_in_another_way_loads_whole(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
@@ -240,7 +240,10 @@ def test_a_release_that_loads_in_another_way_loads_whole(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(pretrained, "plan", plan)
     model = without_values("AutoModelForCausalLM", folder)
-    assert "loaded whole on every rank: this release of transformers loads in another way (an argument" in caplog.text
+    assert (
+        "loaded in full on every rank: this release of transformers loads models differently (an argument"
+        in caplog.text
+    )
     assert not any(READER in p.__dict__ or p.isnan().any() for p in model.parameters())
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in expected.named_parameters()]
     with pytest.raises(TypeError, match="no_such_option"):  # a mistake stays one

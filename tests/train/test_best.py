@@ -64,7 +64,7 @@ def runs(commands, sft):
 
 def test_an_evaluation_before_the_first_step_has_no_checkpoint(runs) -> None:
     """Which is said where that one was better."""
-    told = {name: "that of step 0 was better, and its checkpoint" in runs[name].output for name in ("worse", "equal")}
+    told = {name: "that of step 0 was better, but its checkpoint" in runs[name].output for name in ("worse", "equal")}
     assert told == {"worse": True, "equal": False}
 
 

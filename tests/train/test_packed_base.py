@@ -30,7 +30,7 @@ def runs(tiny: Path, commands, sft, tmp_path_factory: pytest.TempPathFactory):
 def test_it_trains_as_what_it_is_unpacked_to(runs) -> None:
     for name, run in runs.items():
         assert run.code == 0, run.output
-        assert "loaded whole" not in run.output, name
+        assert "loaded in full" not in run.output, name
     assert "weights that are packed in the model's files (fp8)" in runs["two"].output
     assert runs["two"].series("loss") == pytest.approx(runs["one"].series("loss"), abs=1e-5)
     assert runs["adapters"].series("loss")[0] == pytest.approx(runs["one"].series("loss")[0], abs=1e-5)

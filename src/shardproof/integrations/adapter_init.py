@@ -1,10 +1,11 @@
 """Initialising adapters from the weights (PiSSA, OLoRA) of a model that is still to be sharded.
 
-[Note: initialised where nothing is whole] PEFT decomposes a weight, puts its principal part into the adapter and
-subtracts that part from the weight. Here weights have not been read yet. So each rank reads one weight at a time and
-has PEFT decompose it, the two small matrices are sent to the other ranks, and the weight gets a reader that subtracts
-their product when it is read. So any number of ranks get what one process computes, and a resumed run needs only the
-two matrices, not a decomposition that gives the same bits.
+[Note: initialised where nothing is whole]
+PEFT decomposes a weight, puts its principal part into the adapter and subtracts that part from the weight. Here weights
+have not been read yet. So each rank reads one weight at a time and has PEFT decompose it, the two small matrices are
+sent to the other ranks, and the weight gets a reader that subtracts their product when it is read. So any number of
+ranks get what one process computes, and a resumed run needs only the two matrices, not a decomposition that gives the
+same bits.
 """
 
 from __future__ import annotations

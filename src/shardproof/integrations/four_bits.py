@@ -1,8 +1,8 @@
 """A frozen base in four bits under adapters (QLoRA, arXiv 2305.14314), whose packed weights are sharded like others.
 
-bitsandbytes packs and unpacks. Its own layer keeps what it computed with from forward to backward where autograd does
-not see it, so that every gathered unit would stay; here it is saved as any tensor is, and gathered again when backward
-asks for it.
+bitsandbytes packs and unpacks. Its own layer keeps the packed weight from forward to backward where autograd does not
+see it, so every gathered unit would stay gathered; here it is saved like any tensor, and gathered again when backward
+needs it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FourBitLinear(nn.Linear):
-    """A frozen linear layer. Two weights lie in each byte, and their scales in eight bits each.
+    """A frozen linear layer. Each byte holds two weights, and scales take eight bits each.
 
     Attributes:
         weight: [weights / 2, 1], uint8.
-        scales: [weights / 64], uint8, or float32 where they are not packed themselves.
-        scales_of_scales: [weights / 64 / 256], float32; `steps`: [256], what the numbers of scales stand for; `offset`:
-            their mean. None where scales are not packed. None of these are sharded: they are a 32nd of the weight.
-        source: what gives the whole weight, until it is packed.
+        scales: [weights / 64], uint8, or float32 if they are not packed themselves.
+        scales_of_scales: [weights / 64 / 256], float32; `steps`: [256], the values that packed scales stand for;
+            `offset`: their mean. None if scales are not packed. These are not sharded: together they take a 32nd of the
+            weight.
+        source: returns the full weight, until it is packed.
     """
 
     kind: str
@@ -45,14 +46,14 @@ class FourBitLinear(nn.Linear):
     source: Callable[[], torch.Tensor] | None
 
     def become(self, kind: str, shape: torch.Size, packed: torch.Tensor, block: int = BLOCK) -> None:
-        """The rest of its making, for a layer that was of another class."""
+        """Finish the initialisation of a layer that had another class."""
         self.kind, self.whole_shape, self.block, self.source = kind, shape, block, None
         for name in _BUFFERS:
             self.register_buffer(name, None, persistent=False)
         self.weight = nn.Parameter(packed, requires_grad=False)
 
     def pack(self) -> torch.Tensor:
-        """The whole weight, packed: [weights / 2, 1]. Its scales are known from now on."""
+        """The full weight, packed: [weights / 2, 1]. Sets the scales."""
         from bitsandbytes.functional import quantize_4bit
 
         read = cast("Callable[[], torch.Tensor]", self.source)
@@ -64,20 +65,20 @@ class FourBitLinear(nn.Linear):
         return packed
 
     def take(self, state: Any) -> None:
-        """The scales of bitsandbytes' `QuantState`."""
+        """Set the scales from bitsandbytes' `QuantState`."""
         self.scales = state.absmax
         if state.nested:
             self.scales_of_scales, self.steps, self.offset = state.state2.absmax, state.state2.code, state.offset
 
     def read(self, first: int, last: int) -> torch.Tensor:
-        """A range of the packed bytes, for the engine, which cuts them."""
+        """A range of the packed bytes, for the engine, which shards them."""
         return self.pack().view(-1)[first:last]
 
     def unpack(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The weight: [out, in] in `dtype`, of its packed bytes."""
+        """The weight, [out, in] in `dtype`, from its packed bytes."""
         from bitsandbytes.functional import QuantState, dequantize_blockwise
 
-        if self.source is not None:  # this rank has no part of the weight, and was never asked for one
+        if self.source is not None:  # this rank has no part of the weight, so it was never read
             self.pack()
         scales = self.scales
         if self.scales_of_scales is not None:
@@ -95,8 +96,8 @@ class FourBitLinear(nn.Linear):
 
 
 def whole(packed: torch.Tensor, state: Any) -> torch.Tensor:
-    """The weight that bitsandbytes has packed. Its blocks run on from one row to the next, and kernels of its for CPUs
-    with AVX-512 (0.50) begin one in each row: they are told of rows that are blocks."""
+    """Unpack a weight that bitsandbytes has packed. Its blocks continue from one row to the next, but its kernels for
+    CPUs with AVX-512 (0.50) start a block in each row: so they get a shape whose rows are blocks."""
     from bitsandbytes.functional import dequantize_4bit
 
     shape, flat = torch.Size(state.shape), copy.copy(state)
@@ -106,7 +107,7 @@ def whole(packed: torch.Tensor, state: Any) -> torch.Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """`input @ weight.T` of a packed weight, which is unpacked in forward and again in backward."""
+    """`input @ weight.T` for a packed weight, which is unpacked in forward and again in backward."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, packed: torch.Tensor, layer: FourBitLinear) -> torch.Tensor:
@@ -121,14 +122,14 @@ class _Product(torch.autograd.Function):
 
 
 def in_four_bits(model: nn.Module, kind: str, packs: Callable[[str], bool]) -> int:
-    """Have the linear layers in the blocks of a model keep their weights in four bits, before it is given adapters and
-    sharded. Where the model was loaded without values, each rank packs one weight at a time and keeps its part.
+    """Make the linear layers in the blocks of a model keep their weights in four bits, before it gets adapters and is
+    sharded. If the model was loaded without values, each rank packs one weight at a time and keeps its part.
 
     Args:
         kind: `nf4` or `fp4`.
-        packs: whether the weight of a name is to be packed.
+        packs: whether to pack the weight with a name.
 
-    Returns: how many layers there are.
+    Returns: the number of packed layers.
     """
     blocks = tuple(f"{name}." for name, _ in find_units(model, None))
     found = [m for n, m in model.named_modules() if n.startswith(blocks) and type(m) is nn.Linear]
@@ -162,22 +163,22 @@ def _convert(module: nn.Linear, kind: str) -> None:
 
 
 def count_weights(model: nn.Module) -> tuple[int, int]:
-    """How many weights a model has, and how many of them are trained; a packed one counts as what it stands for."""
+    """The number of weights of a model, and of trained ones; a packed weight counts as the weights it stands for."""
     packed = [m for m in model.modules() if isinstance(m, FourBitLinear)]
     every = sum(p.numel() for p in model.parameters()) + sum(m.whole_shape.numel() - m.weight.numel() for m in packed)
     return every, sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def packed_kind(config: Any) -> Literal["nf4", "fp4"] | None:
-    """`nf4` or `fp4` where the config of transformers' model says that its weights lie in bitsandbytes' four bits."""
+    """`nf4` or `fp4` if the config of a transformers model says that its weights are in bitsandbytes' 4-bit format."""
     found = getattr(config, "quantization_config", None) or {}
     found = found if isinstance(found, dict) else found.to_dict()
     return found.get("bnb_4bit_quant_type", "fp4") if found.get("load_in_4bit") else None
 
 
 def adopt(model: nn.Module, dtype: torch.dtype | None = None) -> bool:
-    """Take over the layers of a model that transformers has loaded in four bits, of bitsandbytes' class, before it is
-    given adapters; the rest of it becomes `dtype`, which transformers passes over. Returns whether there are any."""
+    """Convert the bitsandbytes layers of a model that transformers has loaded in four bits, before it gets adapters;
+    cast the rest to `dtype`, which transformers ignores. Returns whether there are any such layers."""
     found = [m for m in model.modules() if type(m).__name__ == "Linear4bit" and type(m).__module__.startswith("bitsan")]
     for module in found:
         weight: Any = module.weight
@@ -193,7 +194,7 @@ def adopt(model: nn.Module, dtype: torch.dtype | None = None) -> bool:
 
 
 def unpacked(model: Any, dtype: torch.dtype) -> Any:
-    """An ordinary model of one that transformers has loaded in four bits; any other as it is."""
+    """Turn a model that transformers has loaded in four bits into an ordinary one; return any other unchanged."""
     adopt(model, dtype)
     found = [module for module in model.modules() if isinstance(module, FourBitLinear)]
     if not found:
@@ -205,6 +206,6 @@ def unpacked(model: Any, dtype: torch.dtype) -> Any:
         plain: Any = layer
         plain.__class__, plain.weight = nn.Linear, nn.Parameter(weight)
     model.config.__dict__.pop("quantization_config", None)
-    model.hf_quantizer = model._weight_conversions = None  # what transformers would undo when it saves
+    model.hf_quantizer = model._weight_conversions = None  # transformers would revert the conversion when saving
     model.is_quantized = model.is_loaded_in_4bit = False
     return model

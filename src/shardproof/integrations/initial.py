@@ -1,11 +1,11 @@
-"""What a model folder lacks is initialised as transformers does it, but never whole: module by module, and once more
-when a rank reads its range.
+"""Weights that a model folder lacks are initialised as in transformers, but never all at once: module by module, and
+again when a rank reads its range.
 
 [Note: initialised twice]
-A first value depends on all random numbers that were drawn before it. So each module is initialised in the order of
-transformers, its values are dropped, and the state of the random numbers before it is kept: from this the same values
-come again when they are asked for. Some modules write into those inside them (GPT-2's attention scales its projection):
-these are initialised together.
+An initial value depends on all random numbers drawn before it. So the modules are initialised in transformers' order;
+the values of each are dropped, but the random state before it is kept, from which the same values can be produced when
+they are needed. Some modules write into their submodules (GPT-2's attention scales its projection): these are
+initialised together.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from shardproof.zero.build import READER
 
 log = logging.getLogger("shardproof")
 
-DONE = "_is_hf_initialized"  # transformers' mark on modules and tensors that have their first values
-Steps = list[tuple[nn.Module, Any]]  # modules in the order they are initialised in, each with the model that does it
+DONE = "_is_hf_initialized"  # transformers' mark on modules and tensors that are initialised
+Steps = list[tuple[nn.Module, Any]]  # modules in order of initialisation, each with the model that initialises it
 
 
 class _ReachesOut(Exception):
-    """A module computes with the values of another one."""
+    """A module's initialisation uses the values of another one."""
 
 
 class _OnlyOwn(TorchDispatchMode):
-    """Inside, nothing is computed with what has no values."""
+    """Inside, computing with tensors without values raises `_ReachesOut`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(isinstance(value, torch.Tensor) and value.is_meta for value in tree_leaves((args, kwargs))):
@@ -46,7 +46,7 @@ class _OnlyOwn(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Together:
-    """Modules that are initialised one after the other, beginning with `state` of the random numbers.
+    """Modules that are initialised one after the other, starting from the random state `state`.
 
     Attributes:
         lacking: for each, the shapes and dtypes of its parameters that the files lack.
@@ -57,7 +57,7 @@ class Together:
     state: torch.Tensor
 
     def values(self) -> dict[tuple[int, str], nn.Parameter]:
-        """The first values, by the id of the module and the name in it. Random numbers go on from `state`."""
+        """The initial values, by module id and name in the module. The random state continues from `state`."""
         from transformers.initialization import guard_torch_init_functions
 
         made = {
@@ -81,8 +81,8 @@ class Together:
 
 
 def _apart(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in pages of their own, which go back to the system with them. In the heap, the states of random numbers
-    that are kept come to lie in the place of values that were dropped, and the next values find no room there."""
+    """Zeros in separate pages, which return to the system with them. In the heap, the random states that are kept would
+    occupy the place of dropped values, in which the next values would no longer fit."""
     size = shape.numel() * dtype.itemsize
     if size < mmap.PAGESIZE:
         return torch.zeros(shape, dtype=dtype)
@@ -92,7 +92,7 @@ def _apart(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Initial:
-    """Reads a range of a parameter's first values."""
+    """Reads a range of a parameter's initial values."""
 
     together: Together
     key: tuple[int, str]
@@ -103,12 +103,12 @@ class Initial:
 
 
 def initialise(model: Any) -> bool:
-    """Give the parameters that no file holds, on the meta device, readers of their first values; initialise buffers.
+    """Give parameters on the meta device that no file holds readers of their initial values; initialise buffers.
 
-    Random numbers are those of the first rank, and go on as after `initialize_weights`. Collective, unless nothing is
-    lacking.
+    The random state is that of the first rank, and continues as after `initialize_weights`. Collective, unless nothing
+    is missing.
 
-    Returns: whether it was done; if not, nothing has changed, and the model has to be initialised whole.
+    Returns: whether it was done; if not, nothing has changed, and the full model has to be initialised.
     """
     if not any(_lacking(module) for module in model.modules()):
         return False
@@ -131,12 +131,12 @@ def initialise(model: Any) -> bool:
 
 
 def _whole(model: Any) -> bool:
-    log.warning("What the files lack of %s is initialised whole on every rank.", type(model).__name__)
+    log.warning("The weights that the files of %s lack are initialised in full on every rank.", type(model).__name__)
     return False
 
 
 def _visit(module: nn.Module, owner: Any, steps: Steps, blocks: set[str]) -> None:
-    """Initialise what is inside, then the module, and add them to `steps`: transformers' order."""
+    """Initialise the submodules, then the module, and add them to `steps`, in transformers' order."""
     from transformers import PreTrainedModel
 
     begin, count = torch.get_rng_state(), len(steps)
@@ -150,7 +150,7 @@ def _visit(module: nn.Module, owner: Any, steps: Steps, blocks: set[str]) -> Non
         _give_readers(steps[-1:], torch.get_rng_state())
     except _ReachesOut:
         if any(type(inside).__name__ in blocks for inside in module.modules() if inside is not module):
-            raise  # all blocks at once would be too much
+            raise  # all blocks at once would take too much memory
         _give_readers(steps[count:], begin)
 
 
@@ -170,7 +170,8 @@ def _lacking(module: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 @contextlib.contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Inside, every rank draws what the first one does. One that began otherwise goes on as if it had drawn nothing."""
+    """Inside, every rank draws the same numbers as the first. A rank with another random state gets it back
+    afterwards."""
     own = torch.get_rng_state()
     first = [own]
     if dist.is_available() and dist.is_initialized():

@@ -32,35 +32,35 @@ def shard_as(
     mixed_precision: MixedPrecision | None = None,
     offload: str | None = None,
 ) -> nn.Module:
-    """Have the trainer that this model is given to shard it at a stage and in a precision of its own, and keep it
-    elsewhere than others (`offload`, as for `shardproof.shard`; "none": on the device).
+    """Make the trainer that gets this model shard it at its own stage, in its own precision and with its own `offload`
+    (as for `shardproof.shard`; "none": on the device).
 
         judge = shard_as(judge, stage=1, mixed_precision=MixedPrecision(compute=torch.bfloat16))
         sharded(GRPOTrainer)(model=model, reward_funcs=[judge], ..., stage=3)
 
-    None leaves it to the trainer. Nothing is sharded yet. Returns the model.
+    None leaves a setting to the trainer. Nothing is sharded yet. Returns the model.
     """
     model.__dict__[_WANTED] = stage, mixed_precision, offload
     return model
 
 
 def as_wanted(model: nn.Module, stage: int, precision: MixedPrecision | None) -> tuple[int, MixedPrecision | None]:
-    """What `shard_as` said of the model, or else this."""
+    """The settings that `shard_as` made for the model, or else these."""
     wanted = model.__dict__.get(_WANTED, (None, None, None))
     return stage if wanted[0] is None else wanted[0], wanted[1] or precision
 
 
 def hybrid_mesh(shard_group: int | None, device: torch.device) -> DeviceMesh | None:
-    """Rows of `shard_group` ranks, each of which holds a copy; None where all ranks hold one.
+    """A mesh with groups of `shard_group` ranks, each of which holds a copy; None if all ranks hold one copy.
 
     Raises:
-        ConfigError: the number of ranks is no multiple of it.
+        ConfigError: the number of ranks is not a multiple of it.
     """
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if shard_group is None or shard_group == ranks:
         return None
     if ranks % shard_group:
-        raise ConfigError(f"Groups of {shard_group} ranks that hold a copy each cannot be made of {ranks} ranks.")
+        raise ConfigError(f"{ranks} ranks cannot be divided into groups of {shard_group} ranks with one copy each.")
     names = ("replicate", "shard")
     mesh = init_device_mesh(device.type, (ranks // shard_group, shard_group), mesh_dim_names=names)
     may_take_long(*mesh.get_all_groups())
@@ -68,16 +68,15 @@ def hybrid_mesh(shard_group: int | None, device: torch.device) -> DeviceMesh | N
 
 
 def hold_as_computed(model: nn.Module, precision: MixedPrecision | None, saved: Collection[str] = ()) -> bool:
-    """Before a model is sharded: keep what is not trained in the dtype that it is computed with.
+    """Before a model is sharded: keep frozen parameters in the compute dtype.
 
-    It is rounded to that dtype in any case, whenever it is gathered, so no number changes, and half of its memory is
-    left.
+    They are rounded to that dtype in any case when gathered, so results do not change, and their memory is halved.
 
     Args:
-        saved: the names of weights that somebody saves, which are kept so only where they have no more digits than
-            that. Nobody saves the base of adapters, and a model that is only asked.
+        saved: the names of weights that will be saved, which are converted only if that loses nothing. The base of
+            adapters, or a model that is never trained, is not saved.
 
-    Returns: whether there was anything to do.
+    Returns: whether anything was changed.
     """
     if precision is None:
         return False
@@ -86,7 +85,7 @@ def hold_as_computed(model: nn.Module, precision: MixedPrecision | None, saved: 
     kept = {id(value) for name, value in model.state_dict(keep_vars=True).items() if name in saved} if saved else set()
     for p in model.parameters():
         if type(p) is nn.Parameter and not p.requires_grad and p.is_floating_point() and p.itemsize > compute.itemsize:
-            waits = READER in p.__dict__  # for its values, and takes no memory until then
+            waits = READER in p.__dict__  # its values have not been read, and take no memory yet
             value = p.new_empty((), dtype=compute).expand(p.shape) if waits else p.data.to(compute)
             if id(p) not in kept or _fits(p, value):
                 p.data, found = value, True
@@ -94,8 +93,8 @@ def hold_as_computed(model: nn.Module, precision: MixedPrecision | None, saved: 
 
 
 def hold_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep the buffers of adapters (VeRA's matrices by chance) in the dtype that they are computed with: they meet
-    parameters that are gathered in it."""
+    """Keep the buffers of adapters (VeRA's random matrices) in the compute dtype, in which the parameters that they are
+    combined with are gathered."""
     if not getattr(model, "peft_config", None):
         return
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
@@ -109,7 +108,8 @@ def hold_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _fits(p: nn.Parameter, value: torch.Tensor) -> bool:
-    """Whether a parameter loses nothing in the dtype of `value`, which it has in that dtype unless it waits for it."""
+    """Whether a parameter loses nothing in the dtype of `value`, its converted values unless they have not been read
+    yet."""
     if READER not in p.__dict__:
         return torch.equal(value.to(p.dtype), p.data)
     stored = getattr(p.__dict__[READER], "dtype", None)
@@ -124,9 +124,9 @@ def shard_prepared(
     mesh: DeviceMesh | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Shard by what is known of the model's family, and mark it so that accelerate neither wraps nor moves it.
+    """Shard a model as its family requires, and mark it so that accelerate neither wraps nor moves it.
 
-    What `shard_as` said of the model comes first. A model that is sharded already stays as it is.
+    Settings from `shard_as` take precedence. A model that is already sharded is left unchanged.
     """
     stage, precision = as_wanted(model, stage, precision)
     if offload := model.__dict__.get(_WANTED, (None, None, None))[2]:
@@ -150,11 +150,11 @@ def shard_prepared(
 
 
 def compile_units(model: nn.Module, **options: Any) -> int:
-    """Compile the blocks of a sharded model, each by itself, in place. Gathering stays outside of what is compiled.
+    """Compile the blocks of a sharded model in place, each separately. Gathering stays outside the compiled code.
 
-    What lies outside of blocks (embedding, head, loss) runs as it is. `options` are those of `torch.compile`.
+    Code outside the blocks (embedding, head, loss) runs uncompiled. `options` are those of `torch.compile`.
 
-    Returns: how many blocks there are.
+    Returns: the number of blocks.
 
     Raises:
         ConfigError: the model has no blocks.
@@ -163,7 +163,7 @@ def compile_units(model: nn.Module, **options: Any) -> int:
     blocks = [module for unit in engine.units if not unit.is_root for module in unit.entries]
     if not blocks:
         raise ConfigError(
-            f"{type(model).__name__} has no repeated blocks to compile: leave --compile, or torch_compile=True, out."
+            f"{type(model).__name__} has no repeated blocks to compile: leave out --compile or torch_compile=True."
         )
     for block in blocks:
         block.compile(**options)
@@ -171,25 +171,25 @@ def compile_units(model: nn.Module, **options: Any) -> int:
 
 
 def adds_up_whole(model: nn.Module) -> bool:
-    """Whether whole gradients stay where the model computes between micro-batches anyway: at stages 0 and 1, and where
-    nobody shares them. Then they are reduced once a step."""
+    """Whether unsharded gradients stay on the computing device between micro-batches anyway: at stages 0 and 1, and if
+    there is nobody to share them with. Then they are reduced once per step."""
     engine = model.__dict__["_shardproof"]
     return bool(engine.stage < 2 or (engine.comm.shards == 1 and engine.home is None))
 
 
 @contextlib.contextmanager
 def together(model: nn.Module) -> Iterator[None]:
-    """Leave only when every rank has come to the end of this: ranks write answers of different lengths, and one that
-    waits in a collective of the trainer's lends its slices to nobody."""
+    """On leaving, wait until every rank has come to the end: ranks generate answers of different lengths, and a rank
+    that waits in one of the trainer's collectives lends its slices to nobody."""
     yield
     if is_sharded(model):
         shardproof.barrier(model)
 
 
 def meeting_first(loader: Any, meet: Callable[[], None]) -> Any:
-    """Have a loader of Accelerate's call `meet` before it talks to all ranks, for one that waits there lends its slices
-    to nobody. It does when it begins, if it shuffles, and for each batch that rank 0 reads and deals out. Changed in
-    place: the accelerator holds it, too."""
+    """Make an Accelerate loader call `meet` before it communicates with all ranks, since a rank that waits there lends
+    its slices to nobody. It communicates at the beginning, if it shuffles, and for each batch that rank 0 reads and
+    distributes. Changed in place, since the accelerator holds the loader, too."""
     from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 
     kind: Any = type(loader)
@@ -211,13 +211,14 @@ def meeting_first(loader: Any, meet: Callable[[], None]) -> Any:
             yield batch
 
     changed = type(kind.__name__, (kind,), {"__iter__": batches, "meets": True})
-    object.__dict__["__class__"].__set__(loader, changed)  # the loader's own `__class__` is that of the one inside
+    object.__dict__["__class__"].__set__(loader, changed)  # the loader's own `__class__` is its inner loader's
     return loader
 
 
 def meeting_before(accelerator: Any, meet: Callable[[], None]) -> None:
-    """Have a trainer's accelerator call `meet` before it talks to all ranks: one that gathers lends its slices to
-    nobody, and a callback of another may be at work. Methods are replaced on this accelerator."""
+    """Make a trainer's accelerator call `meet` before it communicates with all ranks: a rank that waits in a collective
+    lends its slices to nobody, and a callback of another rank may need them. Methods are replaced on this accelerator
+    only."""
     prepare, gather = accelerator.prepare_data_loader, accelerator.gather_for_metrics
 
     def met(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -231,27 +232,28 @@ def meeting_before(accelerator: Any, meet: Callable[[], None]) -> None:
 
 
 def filled_up(accelerator: Any, rows: Any) -> Any:
-    """What `gather_for_metrics` may gather of a loader that deals out unevenly (`even_batches=False`): in the last
-    round the last process has fewer rows than others, and a gather wants as many of all. What fills up is cut off.
+    """Pad the rows for `gather_for_metrics` if the loader distributes unevenly (`even_batches=False`): in the last
+    round the last process has fewer rows than the others, and a gather needs equal numbers. The padding is cut off
+    afterwards.
 
     Raises:
-        ConfigError: some processes have no batch in that round, and would not come to gather.
+        ConfigError: some processes have no batch in that round, and would not take part in the gather.
     """
     from accelerate.data_loader import BatchSamplerShard
 
     state, ranks = accelerator.gradient_state, accelerator.num_processes
     sampler = getattr(state.active_dataloader, "batch_sampler", None)
     while sampler is not None and not isinstance(sampler, BatchSamplerShard):
-        sampler = getattr(sampler, "batch_sampler", None)  # of a loader that skips its first batches
+        sampler = getattr(sampler, "batch_sampler", None)  # for a loader that skips its first batches
     if sampler is None or sampler.even_batches or ranks == 1 or state.remainder <= 0:
         return rows
     if state.remainder <= state.active_dataloader.total_batch_size // ranks * (ranks - 1):
         raise ConfigError(
             f"gather_for_metrics waits for all {ranks} processes, and with even_batches=False some of them have no "
             f"batch in the last round of this loader, which has {state.remainder} rows left.\n"
-            "Keep even_batches=True: what fills up the last batches is cut off before it is returned."
+            "Keep even_batches=True: rows that pad the last batches are removed from the result."
         )
-    with contextlib.suppress(TypeError):  # objects, of which each process may have as many as it likes
+    with contextlib.suppress(TypeError):  # objects, whose number may differ between processes
         return accelerator.pad_across_processes(rows) if state.end_of_dataloader else rows
     return rows
 
@@ -261,21 +263,22 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def check_processes(accelerator: Any) -> None:
-    """Refuse an accelerator that takes this process for the only one, once a model is sharded: every rank would train
-    on all rows. Accelerate reads a launcher's variables, and without an accelerator only if it is told of the CPU."""
+    """Refuse an accelerator that considers this process the only one although a model is sharded: every rank would
+    train on all rows. Accelerate reads a launcher's variables; on a machine without a GPU, only if it is told to use
+    the CPU."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if (seen := accelerator.num_processes) != ranks:
         raise ConfigError(
-            f"Accelerate sees {seen} process{'es' * (seen != 1)}, and {ranks} hold the model between them: each would "
-            "train on the rows of others.\n"
-            "Start with torchrun or `accelerate launch`, and without a GPU say so: TrainingArguments(use_cpu=True), or "
+            f"Accelerate sees {seen} process{'es' * (seen != 1)}, but {ranks} processes share the model: each would "
+            "train on the rows of the others.\n"
+            "Start with torchrun or `accelerate launch`, and without a GPU pass TrainingArguments(use_cpu=True) or "
             "Accelerator(cpu=True)."
         )
 
 
 def noted(accelerator: Any, model: nn.Module) -> nn.Module:
-    """What `prepare_model` does with a model that it is not to prepare: before 1.14 accelerate wraps it, whatever its
-    mark says."""
+    """Replaces `prepare_model` for a model that it must not prepare: accelerate before 1.14 wraps it in spite of its
+    mark."""
     check_processes(accelerator)
     if model not in accelerator._models:
         accelerator._models.append(model)
@@ -283,37 +286,34 @@ def noted(accelerator: Any, model: nn.Module) -> nn.Module:
 
 
 def refuse_others(**asked: Any) -> None:
-    """Refuse what else would shard the model of a trainer, by its name: whether it is asked for."""
+    """Refuse other engines that would shard a trainer's model; `asked`: whether they are enabled, by name."""
     other = next((name for name, given in asked.items() if given), None)
     if other is not None:
         raise ConfigError(
-            f"The trainer's arguments, or the launcher's, ask for {other}; shardproof shards the model here.\n"
+            f"The trainer's arguments or the launcher enable {other}, but shardproof shards the model.\n"
             f"Leave {other} out of the arguments and of the launcher's configuration."
         )
 
 
 def stepping(optimizer: Any) -> Any:
-    """This optimizer, if it steps when it is told to. LOMO's hooks look at the gradients of other parameters while
-    backward computes them; here those are not added over ranks yet.
-
-    Raises:
-        ConfigError: it does not.
+    """Return this optimizer if it steps in `step` only. LOMO's hooks look at the gradients of other parameters while
+    backward computes them; here those are not reduced over ranks yet.
     """
     if hasattr(getattr(optimizer, "optimizer", optimizer), "fused_backward"):
         raise ConfigError(
-            f"{type(optimizer).__name__} changes weights inside of backward, before gradients are added over processes."
-            "\nTake another optimizer. At stages 2 and 3 each process holds a slice of the gradients; 'adafactor' keeps"
-            " little state."
+            f"{type(optimizer).__name__} changes weights inside backward, before gradients are reduced over processes."
+            "\nUse another optimizer. At stages 2 and 3 each process holds a slice of the gradients; 'adafactor' has "
+            "little state."
         )
     return optimizer
 
 
 def check_full_eval(args: Any, precision: MixedPrecision | None) -> None:
-    """Refuse a precision of Trainer's evaluations that is not the one of training."""
+    """Refuse a precision for Trainer's evaluations that differs from the training precision."""
     half = {"fp16_full_eval": torch.float16, "bf16_full_eval": torch.bfloat16}
     for name, dtype in half.items():
         if getattr(args, name) and (precision is None or precision.compute != dtype):
             raise ConfigError(
-                f"{name}=True casts the weights, of which each rank holds a slice in the precision of training. "
-                f"Train in it, too ({name[:4]}=True), or leave it out."
+                f"{name}=True casts the weights, but each rank holds a slice of them in the training precision. Train "
+                f"in that precision, too ({name[:4]}=True), or leave it out."
             )

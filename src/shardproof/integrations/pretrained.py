@@ -1,10 +1,10 @@
-"""A model folder becomes a sharded model, and no rank ever holds the whole of it.
+"""Load a model folder as a sharded model, without any rank ever holding all of it.
 
 [Note: how it is loaded]
-`from_pretrained` of transformers does everything but read: it finds the files, builds the model on the meta device,
-initialises what the files lack, ties weights and reports. In place of reading, each parameter gets a function that
-reads a range of it, and `shardproof.shard` has each rank read what it keeps. So names, dtypes, random numbers and
-complaints are those of transformers, and the model is the one that a single process would have loaded.
+transformers' `from_pretrained` does everything except read values: it finds the files, builds the model on the meta
+device, initialises weights that the files lack, ties weights and reports. Instead of reading, each parameter gets a
+function that reads a range of it, and `shardproof.shard` makes each rank read the part it keeps. So names, dtypes,
+random numbers and warnings are those of transformers, and the model is the one that a single process would have loaded.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from shardproof.zero.build import READER
 
 log = logging.getLogger("shardproof")
 
-_ANOTHER_WAY = "this release of transformers loads in another way"
+_ANOTHER_WAY = "this release of transformers loads models differently"
 
 
 class _CannotBePlanned(Exception):
-    """The text says why these files have to be loaded whole."""
+    """Its text is the reason why these files have to be loaded unsharded."""
 
 
 def load_pretrained(
     source: str, stage: int = 3, *, kind: str | type[Any] = "AutoModelForCausalLM", sharding: Any = None, **options: Any
 ) -> Any:
-    """A model of transformers from a folder or the hub, sharded. Call it on all ranks.
+    """Load a transformers model from a folder or the hub, sharded. Call it on all ranks.
 
-    Each rank reads its ranges of the safetensors files. What the files lack is initialised as `from_pretrained` does
-    it, with the random numbers of the first rank.
+    Each rank reads its ranges of the safetensors files. Weights that the files lack are initialised as by
+    `from_pretrained`, with the first rank's random state.
 
     Args:
         source: as for `from_pretrained`.
         stage: as for `shardproof.shard`.
         kind: the class to load with, or its name in transformers.
-        sharding: more arguments of `shardproof.shard`, by name.
-        options: those of `from_pretrained`.
+        sharding: further arguments of `shardproof.shard`, by name.
+        options: arguments of `from_pretrained`.
 
     Returns: the model, in eval mode as `from_pretrained` leaves it.
 
@@ -64,11 +64,12 @@ def load_pretrained(
 
 
 def without_values(kind: str | type[Any], source: str, **options: Any) -> Any:
-    """What `from_pretrained` returns, but its parameters know how to read their values and take no memory until then.
+    """The same model as from `from_pretrained`, but its parameters read their values later, and take no memory until
+    then.
 
-    It can be given adapters, and be sharded. Whoever computes with it before gets NaN. Where files cannot be read in
-    ranges (other formats than safetensors, packed weights, code that comes with the model) it is an ordinary model with
-    its values, and a line says so.
+    It can get adapters, and be sharded. Computing with it before that gives NaN. If files cannot be read in ranges
+    (formats other than safetensors, packed weights, code that comes with the model) it is an ordinary model with
+    values, and a warning is logged.
     """
     import transformers
 
@@ -77,13 +78,13 @@ def without_values(kind: str | type[Any], source: str, **options: Any) -> Any:
     try:
         model = with_values(_deferred(loader, planned), source, **options)
         if not planned:
-            log.warning("%s is loaded whole on every rank: its code is not of transformers.", source)
+            log.warning("%s is loaded in full on every rank: its code is not part of transformers.", source)
     except _CannotBePlanned as reason:
-        log.warning("%s is loaded whole on every rank: %s.", source, reason)
+        log.warning("%s is loaded in full on every rank: %s.", source, reason)
         return with_values(loader, source, **options)
-    except (AttributeError, TypeError) as error:  # of what is not public there; what the caller got wrong is raised now
+    except (AttributeError, TypeError) as error:  # from private parts of transformers; a caller's mistake is raised now
         model = with_values(loader, source, **options)
-        log.warning("%s is loaded whole on every rank: %s (%s).", source, _ANOTHER_WAY, error)
+        log.warning("%s is loaded in full on every rank: %s (%s).", source, _ANOTHER_WAY, error)
         return model
     for module in planned:
         module.__class__ = type(module).__mro__[1]
@@ -92,8 +93,8 @@ def without_values(kind: str | type[Any], source: str, **options: Any) -> Any:
 
 
 def _leave_meta(model: nn.Module) -> None:
-    """Put what is still to be read on the CPU, as one NaN that is seen everywhere: code that puts something beside a
-    weight asks for its device, and on the meta device adapters would lose their first values."""
+    """Put parameters that are still to be read on the CPU, as a single NaN expanded to their shape: code that adds
+    tensors next to a weight uses its device, and on the meta device adapters would lose their initial values."""
     seen: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -106,7 +107,7 @@ def _leave_meta(model: nn.Module) -> None:
 
 
 def _deferred(loader: type[Any], planned: list[nn.Module]) -> type[Any]:
-    """The class, or the Auto class, whose `from_pretrained` does not read values."""
+    """A subclass of a model class or Auto class whose `from_pretrained` does not read values."""
     if hasattr(loader, "_model_mapping"):
         return type(loader.__name__, (loader,), {"_model_mapping": _Deferring(loader._model_mapping, planned)})
 
@@ -135,7 +136,7 @@ def _deferred(loader: type[Any], planned: list[nn.Module]) -> type[Any]:
 
 
 class _Deferring:
-    """A mapping of transformers from configurations to models, whose models do not read values."""
+    """transformers' mapping from configurations to models, with models that do not read values."""
 
     def __init__(self, mapping: Any, planned: list[nn.Module]) -> None:
         self.mapping, self.planned = mapping, planned
@@ -157,9 +158,8 @@ class _Deferring:
 
 
 def lend_readers(model: nn.Module) -> None:
-    """What PEFT has made of modules without values reads what they read, unless it was given values since, those of an
-    adapter that was loaded: copies of them (`modules_to_save`, norms that are tuned), and the lengths of their rows
-    (DoRA)."""
+    """Give readers to parameters that PEFT has derived from modules without values, unless a loaded adapter has set
+    their values since: copies (`modules_to_save`, tuned norms), and the norms of rows (DoRA)."""
     named = dict(model.named_parameters(remove_duplicate=False))
     for name, p in named.items():
         reader = None if READER in p.__dict__ else _lent(model, named, name)
@@ -168,7 +168,7 @@ def lend_readers(model: nn.Module) -> None:
 
 
 def _lent(model: nn.Module, named: dict[str, nn.Parameter], name: str) -> Callable[[int, int], torch.Tensor] | None:
-    """What reads a parameter of PEFT's, if it was made of one without values."""
+    """The reader of a PEFT parameter, if it was derived from one without values."""
     copied, is_copy, after = name.rpartition(".modules_to_save.")
     adapted, is_length, _ = name.rpartition(".lora_magnitude_vector.")
     tuned, is_norm, own = name.rpartition(".ln_tuning_layers.")
@@ -187,10 +187,10 @@ def _lent(model: nn.Module, named: dict[str, nn.Parameter], name: str) -> Callab
 
 
 def _lengths(weight: nn.Parameter, transposed: bool, first: int, last: int) -> torch.Tensor:
-    """Of rows of a matrix without values, or of columns (`transposed`: a Conv1D, an embedding), which takes all of it.
-    With new adapters, that is what DoRA begins with."""
+    """The norms of rows of a matrix without values, or of columns (`transposed`: a Conv1D, an embedding), for which all
+    of it is read. With new adapters, these are DoRA's initial magnitudes."""
     read, width = weight.__dict__[READER], weight.numel() // weight.shape[0]
-    read = read.read if isinstance(read, Less) else read  # what was taken out is in the adapter
+    read = read.read if isinstance(read, Less) else read  # the subtracted part is in the adapter
     if transposed:
         rows = read(0, weight.numel()).view(weight.shape).T[first:last]
     else:
@@ -202,7 +202,7 @@ def _lengths(weight: nn.Parameter, transposed: bool, first: int, last: int) -> t
 
 
 def plan(model: Any, files: Sequence[str] | None, config: Any) -> Any:
-    """Give each parameter of a model on the meta device that the files hold its reader; buffers are read at once.
+    """Give each parameter on the meta device that is in the files its reader; buffers are read at once.
 
     The order of renamings and conversions is that of `convert_and_load_state_dict_in_model` in transformers.
 
@@ -212,8 +212,7 @@ def plan(model: Any, files: Sequence[str] | None, config: Any) -> Any:
     Returns: its `LoadStateDictInfo`.
 
     Raises:
-        _CannotBePlanned: these files have to be loaded whole.
-    """
+        _CannotBePlanned: these files have to be loaded in full."""
     try:
         from transformers.core_model_loading import (
             WeightConverter,
@@ -223,19 +222,19 @@ def plan(model: Any, files: Sequence[str] | None, config: Any) -> Any:
             rename_source_key,
         )
         from transformers.utils.loading_report import LoadStateDictInfo
-    except ImportError as error:  # another release
+    except ImportError as error:  # another release of transformers
         raise _CannotBePlanned(f"{_ANOTHER_WAY} ({error})") from error
     unpacks = getattr(getattr(config.hf_quantizer, "quantization_config", None), "dequantize", False)
     if not (config.hf_quantizer is None or unpacks) or config.device_mesh is not None or config.device_map is not None:
-        raise _CannotBePlanned("its weights are packed, or go to several devices")
+        raise _CannotBePlanned("its weights are packed, or placed on several devices")
     if not files or not all(str(file).endswith(".safetensors") for file in files):
-        raise _CannotBePlanned("it does not lie in safetensors files")
+        raise _CannotBePlanned("it is not in safetensors files")
     here = model.state_dict(keep_vars=True)
     mapping = config.weight_mapping or []
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    several: list[set[str]] = [set() for _ in dataclasses.fields(LoadStateDictInfo)[5:]]  # one since 5.16
+    several: list[set[str]] = [set() for _ in dataclasses.fields(LoadStateDictInfo)[5:]]  # one field since 5.16
     info = LoadStateDictInfo(set(here), set(), set(), [], {}, *several)
     dtypes = None
     if config.dtype_plan:
@@ -277,8 +276,8 @@ def plan(model: Any, files: Sequence[str] | None, config: Any) -> Any:
 
 
 def _check_codes(tensors: Mapping[str, Stored], unread: Sequence[str]) -> None:
-    """Refuse weights in eight bits whose scales, which lie beside them, transformers does not read: it takes the codes
-    for values."""
+    """Refuse 8-bit weights whose scales, stored next to them, transformers does not read: it would take the codes for
+    values."""
     for name in unread:
         codes = tensors.get(re.sub(r"_scale(_inv)?$", "", name))
         if codes is not None and codes.dtype in CODES:
@@ -286,7 +285,8 @@ def _check_codes(tensors: Mapping[str, Stored], unread: Sequence[str]) -> None:
 
 
 class _Planned:
-    """What converters ask of a model, as it is now: adapters stand around its parameters when these are read."""
+    """The attributes of a model that converters use, recorded now: when parameters are read, adapters may surround
+    them."""
 
     def __init__(self, config: Any, here: dict[str, Any]) -> None:
         self.config = config
@@ -301,7 +301,7 @@ class _Planned:
 
 
 def _find_ties(model: Any, info: Any) -> None:
-    """Of tied weights that are in the files twice, leave one out if they are equal; else they are not tied."""
+    """If tied weights are in the files twice, leave one out if they are equal; otherwise they are not tied."""
     for name, source in list(model.all_tied_weights_keys.items()):
         if name in info.missing_keys or source in info.missing_keys:
             continue
@@ -311,35 +311,35 @@ def _find_ties(model: Any, info: Any) -> None:
         if one.shape == other.shape and all(torch.equal(*(read(*span) for read in readers)) for span in spans):
             info.missing_keys.add(name)
         else:
-            log.warning("'%s' and '%s' are tied by the configuration and differ in the files: not tied.", name, source)
+            log.warning("'%s' and '%s' are tied in the configuration but differ in the files: not tied.", name, source)
             model.all_tied_weights_keys.pop(name)
 
 
 def _planned_dtype(name: str, dtypes: Any, config: Any) -> torch.dtype | None:
-    """The dtype that transformers keeps this weight in whatever the model's is, or None."""
+    """The dtype in which transformers always keeps this weight, regardless of the model's dtype, or None."""
     hit = dtypes[0].search(name) if dtypes is not None else None
     return config.dtype_plan[dtypes[1][hit.lastgroup]] if hit is not None else None
 
 
 def _convert(converter: Any, target: str, model: Any, parts: Sources, on_meta: bool = False) -> dict[str, torch.Tensor]:
-    """What the converter makes of these tensors, by name; without values if `on_meta`."""
+    """The converter's results for these tensors, by name; without values if `on_meta`."""
     own = copy.deepcopy(converter)
     for pattern, part in parts:
         empty = partial(torch.empty, part.shape, dtype=part.dtype, device="meta")
         own.add_tensor(target, part.name, pattern, empty if on_meta else part.whole)
     made = own.convert(target, model=model, config=model.config)
-    # Some come as parameters, of which a tensor that they are copied into would keep the graph.
+    # Some are parameters; a tensor that they are copied into would keep their graph.
     return {name: (value[0] if isinstance(value, list) else value).detach() for name, value in made.items()}
 
 
 def _converting(converter: Any, target: str, model: Any, parts: Sources, name: str, made: torch.Tensor) -> Any:
-    """The reader of a tensor that a converter makes, such as `made` on the meta device."""
+    """The reader of a converted tensor; `made` is that tensor on the meta device."""
 
     def convert(sources: Sources) -> torch.Tensor:
         return _convert(converter, target, model, sources)[name]
 
     if len(parts) == 1 and [type(operation).__name__ for operation in converter.operations] == [UNPACKS]:
-        return parts[0][1]  # that is for all weights, and this one is not packed
+        return parts[0][1]  # the converter is for all weights, but this one is not packed
     experts = by_expert(converter.operations, parts, made.shape)
     if experts is None:
         return Converted(convert, parts)
@@ -355,7 +355,7 @@ def _give(
     info: Any,
     dtype: torch.dtype | None,
 ) -> None:
-    """Have the tensor of this name read by `reader`."""
+    """Set `reader` as the reader of the tensor with this name."""
     entry = here.get(name)
     if not isinstance(entry, torch.Tensor):
         raise _CannotBePlanned(f"'{name}' is not a tensor of the model")

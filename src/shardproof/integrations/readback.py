@@ -1,4 +1,5 @@
-"""What was saved reads back equal: weights on the disk are held against those in memory, before anybody needs them."""
+"""Check that saved weights read back equal: those on disk are compared with those in memory, before anybody needs
+them."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from shardproof.errors import CheckpointError
 def check_saved(folder: str | Path, weights: Mapping[str, torch.Tensor], ignored: Collection[str] = ()) -> None:
     """Read the safetensors files in `folder`, one tensor at a time, and compare them with `weights`.
 
-    A tensor that another one in the files shares its memory with (tied weights) need not be there; neither need those
-    `ignored`. Where `save_pretrained` has renamed tensors for the files, what cannot be found under its name is not
-    compared.
+    A tensor that shares its memory with another one in the files (tied weights) may be missing, and so may those
+    `ignored`. If `save_pretrained` has renamed tensors for the files, tensors that cannot be found under their names
+    are not compared.
 
     Raises:
-        CheckpointError: a tensor is missing, unreadable or different; names the first five.
+        CheckpointError: a tensor is missing, unreadable or different; the message names the first five.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -47,8 +48,8 @@ def check_saved(folder: str | Path, weights: Mapping[str, torch.Tensor], ignored
     if files and wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise CheckpointError(
-            f"What was saved in {folder} is not what is in memory: {', '.join(wrong[:5])}{more}. Do not rely on these "
-            "files; look at the disk, and at a save_pretrained of the model's own."
+            f"The files saved in {folder} differ from the weights in memory: {', '.join(wrong[:5])}{more}. Do not use "
+            "these files; check the disk, and the model's save_pretrained if it has its own."
         )
 
 

@@ -1,4 +1,4 @@
-"""Readers of tensors in safetensors files: each reads a range of what a parameter will hold, and nothing beside it."""
+"""Readers of tensors in safetensors files: each reads only a range of a parameter's values."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-CODES = torch.float8_e4m3fn, torch.float8_e5m2  # of packed weights, as a rule
+CODES = torch.float8_e4m3fn, torch.float8_e5m2  # usually packed weights
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a safetensors file. The file is open only while it is read, so that its pages are let go of."""
+    """A tensor in a safetensors file. The file is open only while it is read, so that its pages are released."""
 
     file: str
     name: str
@@ -42,8 +42,8 @@ class Stored:
             return content.get_tensor(self.name)
 
     def __call__(self, first: int, last: int) -> torch.Tensor:
-        """Elements `first` to `last` (exclusive) of the flattened tensor; of the file no more than the rows they are in
-        is touched."""
+        """Elements `first` to `last` (exclusive) of the flattened tensor; only the rows that contain them are read from
+        the file."""
         from safetensors import safe_open
 
         if not self.shape:
@@ -70,13 +70,13 @@ class Entry(Stored):
         return self(self.number * numel, (self.number + 1) * numel).view(1, *self.shape[1:])
 
 
-Sources = Sequence[tuple[str, Stored]]  # tensors of the files, each with the pattern that its name matches
+Sources = Sequence[tuple[str, Stored]]  # tensors in the files, each with the pattern that its name matches
 Convert = Callable[[Sources], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A tensor that transformers makes of others: made whole, then cut."""
+    """A tensor that transformers makes from others: converted in full, then sliced."""
 
     convert: Convert
     sources: Sources
@@ -87,12 +87,12 @@ class Converted:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Experts that files hold apart and the model in one tensor, along its first dimension: one after the other is
-    made, and only those that the range is in.
+    """Experts that are separate in the files but one tensor in the model, along its first dimension: they are converted
+    one after the other, and only those in the range.
 
     Attributes:
         experts: the sources of each.
-        numel: of one.
+        numel: elements per expert.
     """
 
     convert: Convert
@@ -113,14 +113,14 @@ UNPACKS = "Fp8Dequantize"  # the operation of transformers that unpacks each ten
 
 
 def by_expert(operations: Sequence[Any], sources: Sources, shape: Sequence[int]) -> list[Sources] | None:
-    """The sources of each expert, where the operations of a converter stack tensors, or unpack a stack of them, and do
-    nothing across them.
+    """The sources of each expert, if the operations of a converter stack tensors, or unpack a stack of them, without
+    combining values across experts.
 
     Args:
-        operations: those of a `WeightConverter` of transformers.
-        shape: of what they make.
+        operations: the operations of transformers' `WeightConverter`.
+        shape: the shape of the result.
 
-    Returns: None where a part of the result may depend on all sources.
+    Returns: None if a part of the result may depend on all sources.
     """
     from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
@@ -147,7 +147,7 @@ def stored(files: Iterable[str]) -> dict[str, Stored]:
     """The tensors in safetensors files, by name; only headers are read.
 
     Raises:
-        KeyError: a tensor is of a dtype that is not in DTYPES; its args are name and dtype.
+        KeyError: a tensor has a dtype that is not in DTYPES; its args are name and dtype.
     """
     from safetensors import safe_open
 

@@ -1,12 +1,12 @@
 """Checkpoints under transformers' Trainer: saved by all ranks, resumed at any stage and number of processes.
 
-A second mixin, in front of `ShardedTrainerMixin`:
+A second mixin, before `ShardedTrainerMixin`:
 
     class Resumable(ResumeMixin, ShardedTrainerMixin, SFTTrainer): ...
     trainer.train(resume_from_checkpoint=...)
 
-A checkpoint is a folder `checkpoint-STEP`, as Trainer calls it, with Trainer's own state in it, so that Trainer finds
-its way back to the step and the row. Everything else in it is ours.
+A checkpoint is a folder `checkpoint-STEP`, Trainer's name for it, with Trainer's own state, so that Trainer can return
+to the step and the row. Everything else in it is ours.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STATE = "trainer_state.json"
 
 
 def _as_seen_by_rank_0(folder: str, scratch: str) -> str:
-    """A folder from which Trainer's own state is read: of a rank that does not see that of rank 0, one with a copy."""
+    """The folder to read Trainer's own state from; on a rank that does not see rank 0's folder, one with a copy."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -58,15 +58,15 @@ def _as_seen_by_rank_0(folder: str, scratch: str) -> str:
 
 
 class ResumeMixin(Base):
-    """Saves and loads model, optimizer, scheduler, random numbers, and what was added up since the last log.
+    """Saves and loads model, optimizer, scheduler, random state, and the sums since the last log.
 
-    Frozen parameters stay out of a checkpoint where adapters are trained: they come with the model. With
-    `save_only_model` the optimizer does, too, and nothing can go on from it.
+    If adapters are trained, frozen parameters are left out of checkpoints: they come with the model. With
+    `save_only_model` the optimizer is left out, too, and training cannot be resumed.
 
     Attributes:
         saving: the checkpoint that is being written, or None.
         resumed: whether a checkpoint was loaded.
-        begun_from: the checkpoint that training was to begin from, or None.
+        begun_from: the checkpoint that training was to resume from, or None.
         evaluates_epochs: whether a callback asks for an evaluation at the end of each epoch.
     """
 
@@ -75,10 +75,10 @@ class ResumeMixin(Base):
     _random: dict[str, Any] | None = None
     _logged: dict[str, Any] | None = None
     evaluates_epochs = False
-    _owed = False  # an evaluation, of the step that is resumed from
+    _owed = False  # an evaluation of the step that is resumed from
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; returns when the last checkpoint is complete."""
+        """Like Trainer's, but returns when the last checkpoint is complete."""
         start = kwargs.get("resume_from_checkpoint")
         self.begun_from = start if isinstance(start, str) else None
         with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
@@ -97,29 +97,30 @@ class ResumeMixin(Base):
         return self._random is not None
 
     def finish_saving(self) -> None:
-        """Wait for the checkpoint that is being written. One that failed was told of, and training goes on."""
+        """Wait for the checkpoint that is being written. If it failed, that has been reported, and training
+        continues."""
         if self.saving is not None:
             self.saving.join()
 
     def kept_between_logs(self) -> dict[str, Any]:
-        """What a subclass adds up between two logs: numbers, summed over ranks when it is saved."""
+        """The sums that a subclass keeps between two logs: numbers, summed over ranks when saved."""
         return {}
 
     def take_kept(self, kept: dict[str, Any]) -> None:
-        """Go on adding to what `kept_between_logs` returned, on rank 0; other ranks begin with nothing."""
+        """Restore the sums from `kept_between_logs`, on rank 0; other ranks start from zero."""
 
     def kept_by_rank(self) -> dict[str, Any]:
-        """What a subclass needs besides to go on: plain values, which each rank has its own of."""
+        """Further state that a subclass needs to resume: plain values, separate for each rank."""
         return {}
 
     def take_kept_by_rank(self, kept: dict[str, Any]) -> None:
-        """Go on with what `kept_by_rank` returned; a rank that is new takes what rank 0 had."""
+        """Restore the state from `kept_by_rank`; a new rank gets that of rank 0."""
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.store_flos()
         folder = self._get_output_dir(trial=trial)
         if self.args.metric_for_best_model:
-            self.finish_saving()  # the last one may be the best, and is spared only if it is there
+            self.finish_saving()  # the last one may be the best, but is spared only if it is complete
             self.state.best_model_checkpoint = self._best_of([folder])
         for callback in [*self.callback_handler.callbacks, self.control]:
             if hasattr(callback, "state") and type(callback).__name__ in self.state.stateful_callbacks:
@@ -151,12 +152,12 @@ class ResumeMixin(Base):
                 progress=progress,
                 own=self.kept_by_rank(),
             )
-        except shardproof.CheckpointError as error:  # on all ranks; what was trained must not be lost for it
+        except shardproof.CheckpointError as error:  # on all ranks; training must not be lost because of it
             if self.args.process_index == 0:
                 log.error("%s", error)
 
     def _owes_evaluation(self) -> bool:
-        """Whether this step was to be evaluated and was not, as a signal has ended training."""
+        """Whether this step was due for an evaluation that did not happen, as a signal has ended training."""
         step, every = self.state.global_step, self.state.eval_steps
         begin = self.args.eval_delay or 0
         by_steps = self.args.eval_strategy == "steps" and bool(every) and step % every == 0 and step >= begin
@@ -167,11 +168,11 @@ class ResumeMixin(Base):
         return not any(name.startswith("eval_") for entry in here for name in entry)
 
     def files_of_checkpoint(self) -> dict[str, bytes]:
-        """Small files that a subclass wants in its checkpoints, by name."""
+        """Small files that a subclass adds to its checkpoints, by name."""
         return {}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Nothing yet: the model is not sharded. Everything is loaded when there is an optimizer."""
+        """Nothing yet: the model is not sharded. Everything is loaded once the optimizer exists."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -186,50 +187,50 @@ class ResumeMixin(Base):
             self.take_kept_by_rank(values["own"])
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """It is loaded with the optimizer."""
+        """Nothing: it is loaded with the optimizer."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Trainer calls it when the rows before the checkpoint were passed over."""
+        """Trainer calls it after skipping the rows before the checkpoint."""
         if self._random is not None:
             set_random_state(self._random)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         logged, self._logged = self._logged, None
-        if logged is not None:  # Trainer has just begun its sums anew
+        if logged is not None:  # Trainer has just reset its sums
             losses, here = logged["losses"], self.args.world_size
             loss = losses[self.args.process_index] if len(losses) == here else sum(losses) / len(losses)
             self._tr_loss = torch.tensor(loss, dtype=torch.float32, device=self.args.device)
             self._globalstep_last_logged = logged["last_logged"]
-            # Its mean is of the steps of this call alone, and what is carried on was lost before.
+            # Trainer's mean covers only the steps of this call; the restored loss is from before it.
             self._total_loss_scalar = -sum(losses) / len(losses)
             if self.args.process_index == 0:
                 self.take_kept(logged["kept"])
-        if self._owed and self._random is not None:  # it draws numbers, too: those that it would have drawn
+        if self._owed and self._random is not None:  # it draws the random numbers that it would have drawn then
             self._owed = False
             set_random_state(self._random)
             self._meet()
             self._determine_best_metric(metrics=self._evaluate(None, None), trial=None)
             self._random = random_state()
         if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True  # Trainer asks after a step only
+            self.control.should_training_stop = True  # Trainer checks it after a step only
             return
         super()._run_epoch(*args, **kwargs)
 
     # --- the best evaluation --------------------------------------------------------------------------
 
     def _evaluated(self) -> dict[int, float]:
-        """What evaluations go by, by their steps."""
+        """The metric that ranks evaluations, by step."""
         name = f"eval_{(self.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
         return {entry["step"]: entry[name] for entry in self.state.log_history if name in entry}
 
     def _ranked(self) -> list[int]:
-        """The steps that were evaluated, the best first."""
+        """The evaluated steps, the best first."""
         sign, values = -1 if self.args.greater_is_better else 1, self._evaluated()
-        # NaN is the worst; of equal ones the first is taken.
+        # NaN is the worst; among equals the first wins.
         return sorted(values, key=lambda step: (values[step] != values[step], sign * values[step], step))
 
     def _best_of(self, folders: Sequence[str]) -> str | None:
-        """The checkpoint of the best evaluation that has one in these folders, or is about to."""
+        """The checkpoint of the best evaluation that has one in these folders, or is about to get one."""
         there = {folder: {path.name for path in complete(folder)} for folder in folders}
         for step in self._ranked():
             for folder in folders:
@@ -238,10 +239,11 @@ class ResumeMixin(Base):
         return None
 
     def _load_best_model(self) -> None:
-        """Trainer asks for it where it sees the folder. It is loaded at the end of `train`, where every rank comes."""
+        """Nothing: Trainer calls this only on ranks that see the folder. It is loaded at the end of `train`, by all
+        ranks."""
 
     def _go_back(self, start: str | None) -> None:
-        """Take the weights of the best evaluation whose checkpoint is there."""
+        """Load the weights of the best evaluation whose checkpoint still exists."""
         folders = [self.args.output_dir, *([os.path.dirname(start.rstrip("/"))] if start else [])]
         ranked, first = self._ranked(), self.args.process_index == 0
         there = [{path.name for path in complete(folder)} for folder in folders]
@@ -250,21 +252,21 @@ class ResumeMixin(Base):
         place, step = self.accelerator.gather(told)[0].tolist()  # rank 0's, which sees its own folder
         if place < 0:
             if ranked and first:
-                log.warning("No evaluation has a checkpoint that is there: the weights are those of the last step.")
+                log.warning("No evaluation has a checkpoint: the weights are those of the last step.")
             return
         shardproof.load(self.model, None, os.path.join(folders[place], f"checkpoint-{step}"))
         if first:
             best, values = ranked[0], self._evaluated()
             as_good = step == best or values[step] == values[best]
-            lost = "" if as_good else f"; that of step {best} was better, and its checkpoint is not there"
+            lost = "" if as_good else f"; that of step {best} was better, but its checkpoint is missing"
             log.warning("The weights are those of step %d, the best evaluation%s.", step, lost)
 
 
 def _take_rates_of(scheduler: Any) -> None:
-    """Set the learning rates that this schedule has at the step it has got to. Those that were loaded are of the
-    schedule that the checkpoint was written with: of a run that ended and goes on for more epochs, 0."""
-    scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate's holds the one of torch
-    if not isinstance(scheduler, LambdaLR):  # as all of transformers' by steps are
+    """Set the learning rates that this schedule has at its current step. The loaded ones come from the schedule that
+    the checkpoint was written with: 0 for a finished run that continues for more epochs."""
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate's wraps torch's
+    if not isinstance(scheduler, LambdaLR):  # like all step-based schedules of transformers
         return
     rates = [base * at(scheduler.last_epoch) for base, at in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):

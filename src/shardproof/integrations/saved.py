@@ -1,4 +1,4 @@
-"""Which weights of a model `save_pretrained` writes, and under what names: of a PEFT model, those of the adapters."""
+"""Which weights of a model `save_pretrained` writes, and under which names: for a PEFT model, those of the adapters."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import nn
 
 
 def adapters_of(model: nn.Module) -> list[str]:
-    """The names of a PEFT model's adapters; none of any other model."""
+    """The names of a PEFT model's adapters; empty for other models."""
     return list(getattr(model, "peft_config", {}))
 
 
 def as_saved(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """These weights under the names that `save_pretrained` gives them: PEFT leaves the adapter's name out. Those of
-    other adapters than the first (TRL's reference is one) lie in folders of their own."""
+    """These weights under the names that `save_pretrained` gives them: PEFT leaves the adapter's name out. Adapters
+    other than the first (such as TRL's reference) are in separate folders."""
     tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
     if not (names := adapters_of(model)):
         return tensors
@@ -36,7 +36,7 @@ def as_saved(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, to
 def pick_adapters(
     model: nn.Module, weights: dict[str, torch.Tensor], names: Sequence[str] | None = None
 ) -> list[torch.Tensor]:
-    """What PEFT saves of these weights, of the adapters of these names, or of all."""
+    """The weights that PEFT saves, for the adapters with these names or for all."""
     names = adapters_of(model) if names is None else names
     if not names:
         return []
@@ -47,16 +47,17 @@ def pick_adapters(
 
 
 def saved_names(model: nn.Module) -> set[str]:
-    """The entries of the state dict that `save_pretrained` writes: of a PEFT model, what PEFT picks from stand-ins."""
+    """The entries of the state dict that `save_pretrained` writes: for a PEFT model, the names that PEFT picks from
+    stand-ins."""
     values = model.state_dict(keep_vars=True)
     names = set(values)
     if not adapters_of(model):
         return names
-    # AdaLoRA looks how many ranks there are.
+    # AdaLoRA checks the number of ranks.
     stand_ins = {name: torch.empty(getattr(value, "shape", 0), device="meta") for name, value in values.items()}
     name_of = {id(stand_in): name for name, stand_in in stand_ins.items()}
     picked = {name_of.get(id(value), "") for value in pick_adapters(model, stand_ins)}
-    # A tuner that makes new tensors of the weights may need any of them.
+    # A tuner that derives new tensors from the weights may need any of them.
     return picked if picked <= names else names
 
 
@@ -76,8 +77,8 @@ def state_dict_of(model: nn.Module, names: set[str]) -> Iterator[None]:
 
 
 def readable_as_the_rest(folder: Path) -> None:
-    """Give files of weights the permissions of the config beside them: safetensors 0.8 leaves files that nobody but
-    their owner may read, so that a server of another user could not load the model."""
+    """Give weight files the permissions of the config next to them: safetensors 0.8 writes files that only their owner
+    may read, so that another user's server could not load the model."""
     for config in (folder / name for name in ("config.json", "adapter_config.json") if (folder / name).is_file()):
         for file in folder.glob("*.safetensors"):
             shutil.copymode(config, file)

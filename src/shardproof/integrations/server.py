@@ -1,4 +1,4 @@
-"""Weights of a sharded model for a vLLM, which generates with them: TRL hands them over, one unit at a time."""
+"""Weights of a sharded model for vLLM to generate with: TRL passes them on, one unit at a time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def serve_weights(generation: Any, model: nn.Module, is_sharded: Any) -> None:
-    """Have this `VLLMGeneration` of TRL's take its weights from us, once the model is sharded.
+    """Make TRL's `VLLMGeneration` take its weights from us, once the model is sharded.
 
-    Its own way reads parameter after parameter on every rank, and merges adapters into the model and out of it again,
-    which leaves what rounding took. A method of the object is replaced, as on the trainer's accelerator.
+    Its own method reads parameter after parameter on every rank, and merges adapters into the model and out again,
+    which leaves rounding errors. A method of the object is replaced, as on the trainer's accelerator.
 
     Raises:
-        ConfigError: vLLM cannot hold what adapters make of the model.
+        ConfigError: vLLM cannot hold the model with merged adapters.
     """
     _refuse_adapters_of_tied(model)
     theirs, everywhere = generation._iter_named_params, generation.mode != "server"
@@ -35,9 +35,9 @@ def serve_weights(generation: Any, model: nn.Module, is_sharded: Any) -> None:
 
 
 def asks_all_ranks(trainer: Any) -> bool:
-    """Whether what this trainer's rank asks a vLLM next is asked by all ranks: weights are gathered for it, or prompts.
+    """Whether the trainer's next request to vLLM involves all ranks: to gather weights for it, or prompts.
 
-    A vLLM of this process alone answers as often as its rank likes, once it has the weights of a step.
+    A vLLM in this process answers any number of requests of its rank, once it has the weights of a step.
     """
     if not getattr(trainer, "use_vllm", False):
         return False
@@ -48,7 +48,8 @@ def asks_all_ranks(trainer: Any) -> bool:
 
 
 def _refuse_adapters_of_tied(model: nn.Module) -> None:
-    """Adapters of one place make another weight of it than of the other places that share it; vLLM has one."""
+    """Adapters on one of several modules that share a weight would give that module a different weight; vLLM has only
+    one."""
     if not adapters_of(model):
         return
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -66,24 +67,23 @@ def _refuse_adapters_of_tied(model: nn.Module) -> None:
     if shared is not None:
         names = [name.removeprefix("base_model.model.") for name in shared]
         raise ConfigError(
-            f"vLLM has one weight for {' and '.join(names)}, which this model shares: adapters of one of them"
-            " would change both there. Take it out of --target-modules, or generate without vLLM."
+            f"vLLM has one weight for {' and '.join(names)}, which this model shares: adapters on one of them would "
+            "change both there. Remove it from --target-modules, or generate without vLLM."
         )
 
 
 def whole_weights(
     model: nn.Module, accelerator: Accelerator, everywhere: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight as the model's files have it, in the shape and under the name that vLLM reads; adapters are merged
-    into what is given.
+    """Every weight as in the model's files, in the shape and under the name that vLLM reads, with adapters merged.
 
-    Collective: every rank goes to the end. Rank 0 gets the weights, on the device and in the dtype of their masters;
-    the others get nothing, unless `everywhere`. What is given is a copy, and of one unit at a time; the model is left
-    as it is.
+    Collective: every rank iterates to the end. Rank 0 gets the weights, on the device and in the dtype of their
+    masters; the others get nothing, unless `everywhere`. The weights are copies, of one unit at a time; the model is
+    not changed.
     """
     units: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters():
-        flat = getattr(parameter, "flat", None)  # a parameter of a special class is whole on every rank
+        flat = getattr(parameter, "flat", None)  # a parameter of a special class is unsharded
         units.setdefault(flat.unit.index if flat is not None else -1, []).append(name)
     for names in units.values():
         with state_dict_of(model, set(names)):
@@ -100,18 +100,18 @@ def whole_weights(
 
 
 def _served_name(model: nn.Module, name: str) -> str | None:
-    """The name of a weight in the model without adapters; None for one that is of an adapter only."""
+    """The name of a weight in the model without adapters; None for a weight of an adapter."""
     if not (adapters := adapters_of(model)):
         return name
     name = name.removeprefix("base_model.model.").replace(".base_layer", "")
     name = name.replace(f".modules_to_save.{adapters[0]}.", ".")
-    others = (str(model.prefix), ".original_module.", ".modules_to_save.")  # the last one of a reference's
+    others = (str(model.prefix), ".original_module.", ".modules_to_save.")  # the last one for a reference's
     return None if any(other in name for other in others) else name
 
 
 def _as_in_files(model: nn.Module, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the model holds under other names than its files, and put together (experts in one tensor), as it is there:
-    vLLM knows the names of files, and not all of transformers' own."""
+    """Convert weights whose names or layout in the model (experts in one tensor) differ from its files: vLLM knows the
+    names in files, but not all of transformers' own."""
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -120,7 +120,7 @@ def _as_in_files(model: nn.Module, values: dict[str, torch.Tensor]) -> dict[str,
 
 
 def _merge_adapters(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    """Let PEFT merge into `values`, which lie in the places of the parameters for that long."""
+    """Let PEFT merge into `values`, which take the places of the parameters meanwhile."""
     if not adapters_of(model) or not values:
         return
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -135,7 +135,7 @@ def _merge_adapters(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
 
 
 class _Merge(nn.Module):
-    """`merge` of a layer of PEFT's as a forward pass, which torch.func runs on other values."""
+    """A PEFT layer's `merge` as a forward pass, which torch.func can run on other values."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()

@@ -1,15 +1,15 @@
 """Our engine under transformers' Trainer and every trainer derived from it (TRL's among them).
 
-A mixin that overrides the Trainer's own seams; nothing in transformers, accelerate or TRL is patched:
+A mixin that overrides methods of the Trainer; nothing in transformers, accelerate or TRL is patched:
 
     class ShardedSFTTrainer(ShardedTrainerMixin, SFTTrainer): ...
     trainer = ShardedSFTTrainer(model=model, args=args, ..., stage=3)
     trainer = sharded(DPOTrainer)(model=model, args=args, ..., stage=3)        # the same for any trainer
 
 [Note: what trainers are told] To the trainer this is an ordinary model in an ordinary process: neither DeepSpeed nor
-FSDP is on. So it neither unwraps the model to generate with it, nor gathers parameters around code of its own, nor
-prepares a reference in a special way: all of these it does because those engines need it, and this one does not.
-tests/integrations/test_asked.py lists every place where transformers and TRL ask.
+FSDP is on. So it neither unwraps the model for generation, nor gathers parameters around its own code, nor prepares a
+reference in a special way: it does all this only because those engines need it, and this one does not.
+tests/integrations/test_asked.py lists every place where transformers and TRL check.
 """
 
 from __future__ import annotations
@@ -61,37 +61,37 @@ if TYPE_CHECKING:
     from shardproof import MixedPrecision
 
 
-STATE = "shardproof"  # in a checkpoint of Trainer's: optimizer, scheduler, and the parts of the weights
+STATE = "shardproof"  # in Trainer's checkpoints: optimizer, scheduler, and the parts of the weights
 
 
 class ShardedTrainerMixin(CountedOnce, AveragedLoss):
-    """Shards the model when the optimizer is made, and leaves it its own class: there is nothing to unwrap.
+    """Shards the model when the optimizer is created, and leaves its class unchanged: there is nothing to unwrap.
 
-    Put it in front of the trainer's class. The trainer believes in an ordinary model on each rank, so it must not be
-    told of DeepSpeed or FSDP.
+    Put it before the trainer's class. The trainer sees an ordinary model on each rank, so DeepSpeed and FSDP must be
+    off.
 
     Args:
-        stage: of the model that is trained, as for `shardproof.shard`.
-        mixed_precision: of the same. Default: bf16 or fp16 if the trainer's arguments say `bf16` or `fp16`, with master
-            weights in the dtype in which the model was loaded. In fp16 losses are
-            scaled, by a scale that moves (torch's GradScaler, on `accelerator.scaler`).
-        frozen_stage: of every other model the trainer prepares, which are those it only asks (reference, reward model,
-            teacher). Default: `stage`.
-        frozen_precision: of the same. Default: that of the trained model. `shard_as(model, stage, mixed_precision)`
-            says both of a single model, also of one of several that are trained.
-        shard_group: how many ranks hold one copy of each model between them, for example those of a node; copies are
-            kept equal. Default: all ranks hold one.
-        offload: what lives elsewhere than on the device, as for `shardproof.shard`.
-        keep_gathered: what stays gathered on it, as there.
+        stage: the stage of the trained model, as for `shardproof.shard`.
+        mixed_precision: its precision. Default: bf16 or fp16 if the trainer's arguments set `bf16` or `fp16`, with
+            master weights in the dtype in which the model was loaded. In fp16, losses are scaled dynamically (torch's
+            GradScaler, on `accelerator.scaler`).
+        frozen_stage: the stage of every other model that the trainer prepares, which are those it does not train
+            (reference, reward model, teacher). Default: `stage`.
+        frozen_precision: their precision. Default: that of the trained model. `shard_as(model, stage, mixed_precision)`
+            sets both for a single model, even for one of several trained ones.
+        shard_group: the number of ranks that share one copy of each model, for example the ranks of a node; copies are
+            kept equal. Default: all ranks share one.
+        offload: what is kept off the device, as for `shardproof.shard`.
+        keep_gathered: what stays gathered on the device, as for `shardproof.shard`.
 
-    A trainer with more than one model that learns (a value beside the policy) names the others in `also_trained`.
+    A trainer that trains more than one model (a value model besides the policy) names the others in `also_trained`.
 
     Raises:
-        ConfigError: the arguments ask for DeepSpeed or FSDP; `shard_group` does not divide the ranks.
+        ConfigError: the arguments enable DeepSpeed or FSDP; `shard_group` does not divide the ranks.
     """
 
     also_trained: Sequence[nn.Module] = ()
-    adapters_saved = staticmethod(adapters_of)  # those that `_save` writes
+    adapters_saved = staticmethod(adapters_of)  # the adapters that `_save` writes
 
     def __init__(
         self,
@@ -119,14 +119,14 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
     # --- one engine ----------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, be the one who prepares models, and meet before it gathers.
+        """Create the accelerator, replace its preparation of models, and meet before its collectives.
 
-        Every trainer hands the models that it only asks to `accelerator.prepare_model`, once its own `__init__` is
-        done with them. Methods are replaced on this trainer's accelerator, for transformers names the class.
+        Every trainer passes the models that it does not train to `accelerator.prepare_model` at the end of its own
+        `__init__`. Methods are replaced on this trainer's accelerator, since transformers chooses the class.
         """
         own = self.args
         refuse_others(DeepSpeed=own.deepspeed, FSDP=own.fsdp, parallelism_config=own.parallelism_config)
-        own._n_gpu = min(own.n_gpu, 1)  # a process that sees several: Trainer would put the model in DataParallel
+        own._n_gpu = min(own.n_gpu, 1)  # if a process sees several GPUs, Trainer would use DataParallel
         super().create_accelerator_and_postprocess()
         accelerator = self.accelerator
         refuse_others(
@@ -142,11 +142,11 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
             accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
         accelerator.prepare_model = functools.partial(self._prepare_model, accelerator.prepare_model)
         meeting_before(accelerator, self._meet)
-        gather = accelerator.gather_for_metrics  # Trainer has taken the one from before
+        gather = accelerator.gather_for_metrics  # Trainer holds the original one
         self.gather_function = functools.partial(gather, use_gather_object=own.eval_use_gather_object)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """The model computes in the precision that `bf16_full_eval` asks for, and is not to be cast to it."""
+        """The model already computes in the precision that `bf16_full_eval` asks for, and must not be cast."""
         args_, before = self.args, (self.args.fp16_full_eval, self.args.bf16_full_eval)
         args_.fp16_full_eval = args_.bf16_full_eval = False
         try:
@@ -155,8 +155,8 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
             args_.fp16_full_eval, args_.bf16_full_eval = before
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Under fp16 the engine computes in it and the scaler is ours: accelerate's own wants a GPU, and a rank of its
-        own mind about what overflowed."""
+        """Under fp16 the engine does the casting and the scaler is ours: accelerate's own needs a GPU, and lets each
+        rank decide by itself whether there was an overflow."""
         found: dict[str, Any] = super()._build_accelerator_args(**kwargs)
         return found | {"mixed_precision": "no"} if self.args.fp16 else found
 
@@ -165,20 +165,21 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
             shardproof.barrier(self.model)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """What Trainer gathers here it gathers by itself; a callback of one rank may be at work."""
+        """Trainer gathers here without the accelerator, while a callback of one rank may still need the others'
+        slices."""
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
             self._meet()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def store_flos(self) -> None:
-        """Likewise, at the end of training too."""
+        """The same, also at the end of training."""
         self._meet()
         super().store_flos()
 
     def _prepare_model(
         self, prepare: Any, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """What the accelerator does for the trainer: the trained model is sharded as one, any other as a frozen one."""
+        """Replaces the accelerator's method: shards the trained model as such, and any other as a frozen one."""
         if model is getattr(self, "model", None):
             self._shard()
         elif evaluation_mode and not is_sharded(model):
@@ -188,12 +189,12 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
         return prepare(model, device_placement, evaluation_mode)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """A model that is to be sharded stays where it is: `shard` moves a slice of it at a time."""
+        """Leave a model that is to be sharded in place: `shard` moves one slice at a time."""
         if model is not getattr(self, "model", model):
             super()._move_model_to_device(model, device)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Shard, then make the optimizer: its parameters are the slices from the start."""
+        """Shard, then create the optimizer: its parameters are the slices from the start."""
         self._shard()
         made: torch.optim.Optimizer = super().create_optimizer(*([] if model is None else [model]))
         return stepping(made)  # type: ignore[no-any-return]
@@ -210,7 +211,7 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
 
     @property
     def _sharded(self) -> bool:
-        """Whether the model of now is: `model_init` makes one for each training."""
+        """Whether the current model is sharded: `model_init` creates one for each training."""
         model = self._sharded_model()
         return model is not None and model is self.model
 
@@ -227,7 +228,7 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
         return [parameter for model in self._trained for parameter in learning_parameters(model)]
 
     def shard_frozen(self, model: nn.Module) -> nn.Module:
-        """Shard a model that is asked and never trained, in place, at the stage and in the precision of its own."""
+        """Shard a model that is never trained, in place, at its own stage and in its own precision."""
         model.requires_grad_(False).eval()
         precision = self.frozen_precision or self.shard_precision
         return self._shard_one(model, self.frozen_stage, precision)
@@ -236,7 +237,7 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
         return shard_prepared(model, stage, precision, self.args.device, self._mesh, **self.shard_options)
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        """Of TRL's trainers that can ask the reference once, before they train: without one, it is the policy."""
+        """For TRL trainers that can run the reference once, before training: without a reference, it is the policy."""
         if getattr(self, "ref_model", None) is None:
             self._shard()
         return super()._precompute_ref_logps(*args, **kwargs)
@@ -244,33 +245,33 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
     # --- generation ----------------------------------------------------------------------------------
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Of GRPO, RLOO and their like, inside of `_generate`: once, and again where answers call functions, which
-        those of other ranks may not."""
+        """For GRPO, RLOO and the like, inside `_generate`: called once, and again if answers call functions, which may
+        differ between ranks."""
         if asks_all_ranks(self):
             self._meet()
         return super()._generate_single_turn(*args, **kwargs)
 
     def generate_on_policy_outputs(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Of GKD and its like; the model is the student or the teacher."""
+        """For GKD and the like; the model is the student or the teacher."""
         with together(model):
             return super().generate_on_policy_outputs(model, *args, **kwargs)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Of online DPO, distillation and, around what is above, GRPO and RLOO."""
+        """For online DPO, distillation and, around the method above, GRPO and RLOO."""
         with together(self.model):
             return super()._generate(*args, **kwargs)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        """Of GRPO and RLOO, which gather rewards past the accelerator: ranks whose answers differed in length may have
-        had to gather other units in the passes since."""
+        """For GRPO and RLOO, which gather rewards without the accelerator: ranks whose answers differ in length may
+        still be gathering other units."""
         self._meet()
         return super()._calculate_rewards(*args, **kwargs)
 
     # --- a step --------------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One micro-batch. Stages 0 and 1 reduce gradients at the last one of a step; stages 2 and 3 at each, for
-        between micro-batches they promise to hold a slice of the gradients, where there are slices, not the whole."""
+        """One micro-batch. Stages 0 and 1 reduce gradients at the last one of a step; stages 2 and 3 at each, since
+        between micro-batches they promise to hold only a slice of the gradients, if there are slices."""
         self._check_scale()
         with contextlib.ExitStack() as stack:
             for trained in [] if self.accelerator.sync_gradients else self._trained:
@@ -289,10 +290,11 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
         return grad_norm
 
     def _unscale(self) -> None:
-        """Under fp16. Every rank sees the overflow of any, so that all leave out the same steps."""
+        """Under fp16: unscale gradients. Every rank learns of an overflow on any rank, so that all skip the same
+        steps."""
         if self.accelerator.scaler is not None:
             optimizer = self.optimizer.optimizer
-            # A fused one would leave the step out inside its kernel, and the schedule would move on.
+            # A fused optimizer would skip the step inside its kernel, and the schedule would advance.
             optimizer._step_supports_amp_scaling = False
             self.accelerator.scaler.unscale_(optimizer)
 
@@ -307,7 +309,7 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
     # --- what is left --------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """What `save_pretrained` writes, each rank its part of it. Every rank must call it."""
+        """Write the same files as `save_pretrained`, each rank its part. Every rank must call it."""
         if not self._sharded:
             super().save_model(output_dir, _internal_call)
             return
@@ -318,8 +320,8 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _streamed(self, folder: Path) -> bool:
-        """Write the weights from all ranks. Returns whether it was done: a trainer with a `_save` of its own may do
-        what it likes with the weights, and not all files hold what the model does (see `places_in_model`)."""
+        """Write the weights from all ranks. Returns whether it was done: a trainer with its own `_save` may process the
+        weights in any way, and some files differ from the model's layout (see `places_in_model`)."""
         known = type(self)._save.__module__.partition(".")[0] in ("transformers", __name__.partition(".")[0])
         if not known or places_in_model(self.model) is None:
             return False
@@ -328,11 +330,11 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
         return stream_weights(self.model, folder, dtype=getattr(self, "saved_dtype", None))
 
     def _save_gathered(self, folder: Path) -> None:
-        """Gather on rank 0 what is saved, of a PEFT model the adapters."""
+        """Gather the weights to save on rank 0: for a PEFT model, the adapters."""
         with state_dict_of(self.model, self._saved_names):
             weights = shardproof.full_state_dict(self.model, rank0_only=not adapters_of(self.model))
         if (dtype := getattr(self, "saved_dtype", None)) is not None:
-            made = {id(value): value.to(dtype) for value in weights.values() if _is_float(value)}  # tied ones once
+            made = {id(value): value.to(dtype) for value in weights.values() if _is_float(value)}  # tied weights once
             weights = {name: made.get(id(value), value) for name, value in weights.items()}
         if self.args.should_save:
             self._save(str(folder), state_dict=weights)
@@ -340,9 +342,9 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
             ignored = getattr(self.model, "_keys_to_ignore_on_save", None) or ()
             check_saved(folder, as_saved(self.model, weights), ignored)
         else:
-            # PEFT asks modules for their state, which they gather: on all ranks, of the same adapters.
+            # PEFT reads the state of modules, which gathers it: so on all ranks, for the same adapters.
             pick_adapters(self.model, weights, self.adapters_saved(self.model))
-        self._meet()  # those of the others may have less at hand, and gather more
+        self._meet()  # the other ranks may hold less, and gather more
 
     # --- checkpoints of Trainer's: the weights as it writes them, beside them what each rank holds -----
 
@@ -350,7 +352,7 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
         if self.also_trained:
             raise ConfigError(
                 f"{type(self).__name__} trains {len(self._trained)} models with one optimizer, whose state cannot be "
-                "saved. Take save_only_model=True, or save_strategy='no'."
+                "saved. Use save_only_model=True or save_strategy='no'."
             )
         folder, frozen = os.path.join(output_dir, STATE), not adapters_of(self.model)
         shardproof.save(
@@ -358,7 +360,7 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
         )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Of a checkpoint that Trainer wrote without us, whole state is cut at the first step.
+        """Load them; the unsharded state of a checkpoint that Trainer wrote without us is sharded at the first step.
 
         Raises:
             CheckpointError: the checkpoint holds weights only.
@@ -372,18 +374,18 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
             raise CheckpointError(
-                f"{checkpoint} holds weights only (save_only_model=True): there is no state of an optimizer to go on "
-                "with. Load the weights as a model and train from there."
+                f"{checkpoint} holds weights only (save_only_model=True): without optimizer state training cannot be "
+                "resumed. Load the weights as a model and train from there."
             )
 
 
 @functools.cache
 def sharded(trainer: type[Any]) -> type[Any]:
-    """The trainer class on our engine: the same class with the mixin in front, under the name `Sharded...`.
+    """The trainer class on our engine: the mixin and the trainer's class, under the name `Sharded...`.
 
         trainer = sharded(DPOTrainer)(model=model, args=args, train_dataset=pairs, stage=3)
 
-    Its arguments are the trainer's own and those of `ShardedTrainerMixin`. Asked twice, it gives the same class.
+    Its arguments are the trainer's own and those of `ShardedTrainerMixin`. Repeated calls return the same class.
     """
     if issubclass(trainer, ShardedTrainerMixin):
         return trainer

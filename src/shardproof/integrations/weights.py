@@ -1,4 +1,4 @@
-"""What `save_pretrained` writes, written by all ranks: no rank ever holds the model."""
+"""Write the files of `save_pretrained` from all ranks: no rank ever holds the full model."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MAX_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class Place:
-    """What a tensor in a file is of a model.
+    """Where a tensor in a file lies in a model.
 
     Attributes:
-        entry: of the state dict.
-        first: the element of the flattened entry that the tensor begins with; it goes on without gaps.
-        shape: of the tensor.
+        entry: the entry of the state dict.
+        first: the element of the flattened entry at which the tensor begins; it continues without gaps.
+        shape: the shape of the tensor.
     """
 
     entry: str
@@ -37,7 +37,7 @@ class Place:
     shape: tuple[int, ...]
 
     def of(self, held: Part, name: str) -> Part:
-        """What a rank that holds a range of the entry holds of the tensor."""
+        """The part of the tensor on a rank that holds a range of the entry."""
         begin = max(held.first, self.first)
         end = min(held.first + held.local.numel(), self.first + torch.Size(self.shape).numel())
         local = held.local[begin - held.first : end - held.first] if end > begin else held.local[:0]
@@ -45,23 +45,23 @@ class Place:
 
 
 class _NoCopies(TorchDispatchMode):
-    """Inside, what is cut out of a tensor without values stays a view of it, and so shows where it lies in it."""
+    """Inside, slices of a tensor without values stay views of it, and so reveal their position in it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:
             return args[0]
         try:
             return func(*args, **(kwargs or {}))
-        except RuntimeError:  # a view of what a copy would have put in order: of one, which lies nowhere in the model
+        except RuntimeError:  # a view that needs a contiguous copy: such a tensor is not part of the model
             return func(torch.empty(args[0].shape, device="meta"), *args[1:], **(kwargs or {}))
 
 
 def places_in_model(model: Any) -> dict[str, Place] | None:
-    """For each tensor in the files that `save_pretrained` writes, where it lies in the model. Experts that the model
-    holds in one tensor are ranges of it.
+    """The place in the model of each tensor in the files that `save_pretrained` writes. Experts that the model holds in
+    one tensor are ranges of it.
 
-    None where a file holds something else: adapters, packed formats, tensors that are transposed or put together. Tied
-    weights have one name only, that which the model reads again.
+    None if a file holds something else: adapters, packed formats, transposed or concatenated tensors. Tied weights have
+    one name only, the one that the model reads again.
     """
     if getattr(model, "peft_config", None) or getattr(model, "hf_quantizer", None) is not None:
         return None
@@ -74,7 +74,7 @@ def places_in_model(model: Any) -> dict[str, Place] | None:
         return None
     ignored = set(model._keys_to_ignore_on_save or ())
     entries = model.state_dict(keep_vars=True)
-    # Stand-ins without values go through what transformers does before it writes.
+    # Pass stand-ins without values through transformers' conversions before writing.
     stand_ins = {n: torch.empty(v.shape, device="meta") for n, v in entries.items() if n not in ignored}
     entry_of = {stand_in.untyped_storage()._cdata: name for name, stand_in in stand_ins.items()}
     with _NoCopies():
@@ -89,7 +89,7 @@ def places_in_model(model: Any) -> dict[str, Place] | None:
 
 
 def places_of_entries(model: torch.nn.Module) -> dict[str, Place] | None:
-    """The entries of the state dict as they are, tied ones once, under their first name. None if one is no tensor."""
+    """The entries of the state dict unchanged, tied ones once, under their first name. None if one is not a tensor."""
     entries = model.state_dict(keep_vars=True)
     if not all(isinstance(value, torch.Tensor) for value in entries.values()):
         return None
@@ -107,8 +107,8 @@ def stream_weights(
     """Write the weights of a sharded model into a folder, from all ranks. Collective.
 
     Args:
-        dtype: of the floating-point numbers in the files; None keeps that of the masters.
-        find: what the files hold of the model, and under what names.
+        dtype: the dtype of floating-point numbers in the files; None keeps that of the masters.
+        find: returns which parts of the model the files hold, and under which names.
 
     Returns: whether it was done; if not, the model needs another way (see `find`).
     """
@@ -117,7 +117,7 @@ def stream_weights(
         return False
     engine: Engine = model.__dict__["_shardproof"]
     engine.adopt()
-    engine.meet("collect the state dict")  # before the channel, on which a rank lends nothing
+    engine.meet("collect the state dict")  # before the channel, during which a rank does not lend
     engine.written.compare_now()
     channel = Channel.of(engine.comm)
     channel.finish()
@@ -137,14 +137,14 @@ def stream_weights(
 
 
 def dtype_of_masters(model: Any) -> torch.dtype:
-    """The widest dtype of the weights that ranks hold: under mixed precision not that of computing."""
+    """The widest dtype of the weights that ranks hold: under mixed precision not the compute dtype."""
     engine: Engine = model.__dict__["_shardproof"]
     found = {flat.shard.dtype for flat in engine.flats if flat.shard.is_floating_point()}
     return max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
 
 
 def note_dtype(folder: Path, dtype: torch.dtype) -> None:
-    """Have the config.json of a model folder name the dtype that its weights are written in."""
+    """Set the dtype in a model folder's config.json to the one its weights are written in."""
     file = folder / "config.json"
     if not file.is_file():
         return

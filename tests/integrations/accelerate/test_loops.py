@@ -442,7 +442,7 @@ def alone_among_others(by: str, folder: str) -> str:
 @pytest.mark.parametrize("by", ["Trainer", "Accelerator"])
 def test_ranks_that_would_all_train_on_all_rows_are_refused(run2, tmp_path: Path, by: str) -> None:
     for text in run2(alone_among_others, by, str(tmp_path), timeout=IMPORTS):
-        assert "sees 1 process, and 2 hold the model between them" in text
+        assert "sees 1 process, but 2 processes share the model" in text
 
 
 def test_other_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

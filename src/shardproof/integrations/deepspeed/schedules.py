@@ -1,8 +1,8 @@
 """The learning-rate schedules that come with DeepSpeed, as torch schedulers with the same values.
 
-[Note: which step is the first] DeepSpeed counts steps from -1: the optimizer's first and second steps both have the
-value of step 0 or below, because the count is raised only after a step. torch counts from 0, so the step here is
-`last_epoch - 1`.
+[Note: which step is the first]
+DeepSpeed counts steps from -1: the optimizer's first and second steps both have the value of step 0 or below, because
+the count is raised only after a step. torch counts from 0, so the step here is `last_epoch - 1`.
 """
 
 from __future__ import annotations
