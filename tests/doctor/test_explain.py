@@ -82,7 +82,7 @@ LINES = {
     ),
     "ValueError: Attempting to unscale FP16 gradients.": "weights in fp16 under a loss scale",
     "AttributeError: 'DistributedDataParallel' object has no attribute 'generate'": (
-        "a method of the model inside of a wrapper"
+        "a method of the model inside a wrapper"
     ),
     "RuntimeError: No backend type associated with device type cpu": "a tensor of the CPU over NCCL",
     "torch.distributed.DistStoreError: Timed out after 1801 seconds waiting for clients. 1/3 clients joined.": (

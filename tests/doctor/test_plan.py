@@ -181,7 +181,7 @@ def test_a_model_of_a_plugin_is_refused_in_words_about_plan(plugins, tmp_path, m
     assert main(["plan", "--model", "config.json", *plugins]) == 2
     err = capsys.readouterr().err
     assert "own_kind" in err
-    assert "plan counts models of transformers" in err
+    assert "plan supports transformers models" in err
     assert "shardproof doctor" in err
     assert "out of date" not in err
 
@@ -191,7 +191,7 @@ def test_a_known_kind_that_a_plugin_loads_is_not_planned_as_what_it_is_not(small
     kind = json.loads((small / "config.json").read_text())["model_type"]
     Path("own.py").write_text(OWN.replace("own_kind", kind))
     assert main(["plan", "--model", str(small), "--external-plugins", "own.py"]) == 2
-    assert "plan counts models of transformers" in capsys.readouterr().err
+    assert "plan supports transformers models" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -228,4 +228,4 @@ def test_copies_in_machines_are_chosen_where_the_link_between_is_slow(small):
 
 def test_processes_that_cannot_be_spread_over_machines_are_refused(small, capsys):
     assert main(["plan", "--model", str(small), "--gpus", "6", "--nodes", "4"]) == 2
-    assert "--gpus 6 cannot be spread evenly over --nodes 4" in capsys.readouterr().err
+    assert "--gpus 6 cannot be divided evenly by --nodes 4" in capsys.readouterr().err

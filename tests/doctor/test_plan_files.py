@@ -123,14 +123,14 @@ def test_more_rows_follow_from_few(folders):
 
 @pytest.mark.slow
 def test_a_plan_says_what_it_took_for_granted(folders):
-    note = "rows are text (plan --files tells of others): of its other parts (vision 1 M"
+    note = "rows are text (plan --files describes others): for its other parts (vision 1 M"
     assert any(each.startswith(note) for each in plan(folders("qwen3_vl")).notes)
     assert "it has no audio to freeze" in plan(folders("qwen3_vl"), freeze=["vision", "audio"]).notes
     (seen,) = plan(folders("qwen3_vl"), "image=84x84").notes
     assert seen.startswith("each row has image=84x84: ")
     heard = plan(folders("qwen3_omni_moe"), "audio=1").notes
     assert heard[0].startswith("each row has audio=1: ")
-    assert heard[1].startswith("no row has files for them: of its other parts (vision 0 M, talker")
+    assert heard[1].startswith("no row has files for them: for its other parts (vision 0 M, talker")
 
 
 @pytest.mark.slow
@@ -144,10 +144,10 @@ def test_a_plan_says_what_it_took_for_granted(folders):
         ("qwen3_vl", ["audio=1"], {}, "takes image, video, and no audio"),
         ("qwen3_vl", ["image=336x280"], {"max_length": [64]}, "--max-length 64: a row with image=336x280 has "),
         ("qwen3_vl", ["image=2000x4"], {}, "image=2000x4: Qwen3VLProcessor refuses it: absolute aspect ratio"),
-        ("qwen3_vl", ["image=84x84"], {"packing": True}, "--files and --packing: plans count rows with files one by"),
-        ("qwen3_vl", ["image=84x84"], {"task": "seq_cls"}, "--files: plans of --task seq_cls count rows of text"),
+        ("qwen3_vl", ["image=84x84"], {"packing": True}, "--files and --packing: plans do not pack rows with files"),
+        ("qwen3_vl", ["image=84x84"], {"task": "seq_cls"}, "--files: plans for --task seq_cls support text rows only"),
         ("qwen2_audio", ["audio=1", "audio=3600"], {}, "--files: audio 2 (3600 s): "),
-        ("qwen3", ["image=84x84"], {}, "has no processor of files. Name the folder"),
+        ("qwen3", ["image=84x84"], {}, "has no processor for files. Give the folder"),
     ],
 )
 def test_files_that_no_row_can_have_are_refused(folders, kind, files, options, message):
@@ -163,7 +163,7 @@ def test_a_config_finds_the_processor_beside_it_and_alone_has_none(folders, tmp_
     alone = tmp_path / "shape.json"
     alone.write_text(config.read_text())
     for model in (alone, "tiny"):
-        with pytest.raises(ConfigError, match="has no processor of files"):
+        with pytest.raises(ConfigError, match="has no processor for files"):
             plan(model, "image=84x84")
 
 

@@ -315,8 +315,8 @@ def test_what_comes_back_ahead_is_counted(folder, monkeypatch):
     [
         ({"attn": "eager", "sequence_parallel": 2}, "--sequence-parallel works with --attn sdpa and varlen"),
         ({"sequence_parallel": 3, "gpus": [6]}, "--sequence-parallel 3: the model has 4 attention heads"),
-        ({"sequence_parallel": 4, "gpus": [6]}, "--gpus 6 cannot be spread evenly over --sequence-parallel 4"),
-        ({"shard_group": 4, "gpus": [6]}, "--gpus 6 cannot be spread evenly over --shard-group 4"),
+        ({"sequence_parallel": 4, "gpus": [6]}, "--gpus 6 cannot be divided evenly by --sequence-parallel 4"),
+        ({"shard_group": 4, "gpus": [6]}, "--gpus 6 cannot be divided evenly by --shard-group 4"),
         ({"stochastic_rounding": True, "precision": "fp32"}, "--stochastic-rounding"),
         ({"lora_rank": 8}, "--lora-rank"),
         ({"optimizer": "no_such"}, "there is no such optimizer"),
@@ -683,7 +683,7 @@ def told_by_a_rank(folder: str) -> str:
 
 @pytest.mark.slow
 def test_a_rank_can_be_told_what_it_will_hold(run, folder):
-    assert "GB a process of 80.00" in run(1, told_by_a_rank, str(folder), timeout=120)[0]
+    assert "of 80.00 GB per process" in run(1, told_by_a_rank, str(folder), timeout=120)[0]
 
 
 def test_what_is_told_says_what_it_leaves_out(tiny_models):
@@ -694,7 +694,7 @@ def test_what_is_told_says_what_it_leaves_out(tiny_models):
         DoctorConfig(model=sees, memory=80.0, max_length=64), Batch(micro=1, accumulation=1, world_size=1), sees, None
     )[0]
     assert "audio" in found.evidence
-    assert found.evidence.endswith("everything counts but activations")
+    assert found.evidence.endswith("everything but activations is counted")
 
 
 def test_a_plugins_model_under_another_name_is_not_counted_as_that(folder):
@@ -708,11 +708,11 @@ def test_a_plugins_model_under_another_name_is_not_counted_as_that(folder):
 @pytest.mark.parametrize(
     ("offload", "kept", "host", "disk", "found"),
     [
-        ("optimizer", 0.0, 9, 1, {"memory of the host": "16.00 GB for 2 process(es), and 9.00 GB are left"}),
+        ("optimizer", 0.0, 9, 1, {"memory of the host": "16.00 GB for 2 process(es), but only 9.00 GB are free"}),
         ("all", 0.0, 17, 1, {}),
-        ("optimizer", 1e9, 17, 1, {"memory of the host": "18.00 GB for 2 process(es), and 17.00 GB are left"}),
+        ("optimizer", 1e9, 17, 1, {"memory of the host": "18.00 GB for 2 process(es), but only 17.00 GB are free"}),
         ("nvme", 1e9, 3, 17, {}),
-        ("nvme", 0.0, 1, 15, {"disk of DISK": "16.00 GB for 2 process(es), and 15.00 GB are left"}),
+        ("nvme", 0.0, 1, 15, {"disk of DISK": "16.00 GB for 2 process(es), but only 15.00 GB are free"}),
         (None, 0.0, 0, 0, {}),
     ],
 )
@@ -743,7 +743,7 @@ def test_what_is_left_can_hold_gathered_weights(folder):
     config = PlanConfig(model=str(folder), gpus=[2], stage="3", max_length=[64])
     plan = make_plan(config)
     plan.whole = 7.9e9
-    assert verdict(plan, config).endswith("With what is left it gathers less: --keep-gathered 7.")
+    assert verdict(plan, config).endswith("The remaining memory can save gathers: --keep-gathered 7.")
     plan.limit = plan.fitting[0].peak + 1e8
     assert "--keep-gathered" not in verdict(plan, config)
 

@@ -69,15 +69,15 @@ def test_rows_with_files_are_not_said_to_be_cut():
     assert data_checks.longer_than(90, cuts, [text]) == "--max-length 90, or --truncation right"
     smaller = "--max-length 90, or smaller files (--max-pixels, --max-frames)"
     assert data_checks.longer_than(90, cuts, [text, seen], cut_beside_files=False) == smaller
-    told = f"{smaller}, or --truncation right (of rows without files)"
+    told = f"{smaller}, or --truncation right (for rows without files)"
     assert data_checks.longer_than(90, cuts, [text, seen]) == told
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({}, "44 % of a micro-batch of 4 rows; --packing or --padding-free computes none of it"),
-        ({"task": "seq_cls"}, "44 % of a micro-batch of 4 rows; --padding-free computes none of it"),
+        ({}, "44 % of a micro-batch of 4 rows; --packing or --padding-free avoids computing it"),
+        ({"task": "seq_cls"}, "44 % of a micro-batch of 4 rows; --padding-free avoids computing it"),
         ({"padding_free": True}, None),
         ({"packing": True}, None),
         ({"group_by_length": True}, None),

@@ -152,7 +152,7 @@ def test_what_is_no_number_in_one_process_hides_no_difference(no_number):
     alone, together = {"a": torch.tensor([no_number, 1.0])}, {"a": torch.tensor([5.0, 1.0])}
     (found,) = differences(1, (together, weights), (alone, weights), usual, {})
     assert (found.what, found.off) == ("gradient", float("inf"))
-    assert "in one of the two it is not finite" in str(found)
+    assert "not finite in one of the two" in str(found)
     (found,) = differences(1, ({"a": torch.tensor([no_number, 7.0])}, weights), (alone, weights), usual, {})
     assert (found.off, found.largest) == (6.0, 1.0)
     assert differences(1, (alone, weights), (alone, weights), usual, {}) == []

@@ -1,1 +1,1 @@
-"""Before GPU hours are spent: what fits, what is wrong, whether numbers agree, what an error means."""
+"""Tools for before a run: what fits, what is wrong, whether results agree, what an error means."""

@@ -17,7 +17,7 @@ CheckpointingWord = Literal["both", "yes", "no", "selective"] | Annotated[int, F
 
 
 class PlanConfig(BaseModel):
-    """What is to be trained, on what."""
+    """The model to train, the machine, and the run."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -32,9 +32,9 @@ class PlanConfig(BaseModel):
     target_parameters: list[str] = option("Model", [], "parameters that also get adapters, as in sft")
     dora: bool = option("Model", False, "train the magnitude of weights separately from their direction")
     quantize: Literal["nf4", "fp4"] | None = option("Model", None, "hold the frozen weights of blocks in four bits")
-    modules_to_save: list[str] = option("Model", [], "modules that are fully trained beside the adapters")
+    modules_to_save: list[str] = option("Model", [], "modules that are fully trained besides the adapters")
     lora_dropout: float = option("Model", 0.0, "dropout on the input of the adapters", ge=0, lt=1)
-    task: Task = option("Model", "causal_lm", "learn to write answers, to label rows, to embed texts, or to rank them")
+    task: Task = option("Model", "causal_lm", "train to write answers, to label rows, to embed texts, or to rank them")
     num_labels: int | None = option("Model", None, "with --task seq_cls: number of labels", ge=1)
     attn: str | None = option(
         "Model", None, "attention: eager, sdpa, varlen, ... (default: the model's; varlen for packed rows)"
@@ -49,7 +49,7 @@ class PlanConfig(BaseModel):
     freeze: Names = option("Model", [], "parts that are not trained: llm, vision, audio, aligner, talker")
     train_parts: Names | None = option("Model", None, "parts that are trained (default: all but the talker)")
     freeze_parameters: list[str] = option("Model", [], "further parameters that are not trained, as in sft")
-    trainable_parameters: list[str] = option("Model", [], "parameters that are trained all the same, as in sft")
+    trainable_parameters: list[str] = option("Model", [], "parameters that are trained nevertheless, as in sft")
     enable_audio_output: bool | None = option(
         "Model", None, "with or without the modules that produce speech (default: as the model's config says)"
     )
@@ -116,12 +116,12 @@ class PlanConfig(BaseModel):
     @field_validator("gradient_checkpointing", mode="before")
     @classmethod
     def _alone(cls, words: Any) -> Any:
-        """Without a word it is on, as in sft."""
+        """Without a value it is on, as in sft."""
         return ["yes"] if words == [] else words
 
 
 class Comparison(BaseModel):
-    """How a run is compared with one process."""
+    """How a run is compared with a single process."""
 
     steps: int = option("Verify", 3, "steps to compare", ge=1)
     tolerance: Finite | None = option(
@@ -134,24 +134,24 @@ class Comparison(BaseModel):
 
 
 class VerifyConfig(Comparison, SftConfig):
-    """A run of `sft`, and how it is compared."""
+    """An `sft` run and the options of its comparison."""
 
 
 class RlhfVerifyConfig(Comparison, RlhfConfig):
-    """A run of `rlhf`, and how it is compared."""
+    """An `rlhf` run and the options of its comparison."""
 
 
 class Look(BaseModel):
-    """What is looked at before a run begins."""
+    """The options of the checks before a run."""
 
     memory: float | None = option("Doctor", None, "memory of a process in GB (default: what is free)", gt=0)
-    plan: bool = option("Doctor", True, "work out whether it fits")
+    plan: bool = option("Doctor", True, "compute whether it fits")
     trial: bool = option("Doctor", True, "run two steps of it")
 
 
 class DoctorConfig(Look, SftConfig):
-    """A run of `sft` that is looked at before it begins."""
+    """An `sft` run to check before it starts."""
 
 
 class RlhfDoctorConfig(Look, RlhfConfig):
-    """A run of `rlhf` that is looked at before it begins."""
+    """An `rlhf` run to check before it starts."""

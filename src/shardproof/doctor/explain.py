@@ -1,4 +1,4 @@
-"""Which known failure an error text tells of."""
+"""Match an error text to known failures."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from shardproof.doctor.known.errors import KNOWN
 from shardproof.doctor.known.kind import Known
 
-MOST = 1_000_000  # characters that are looked at: the end of a log
+MOST = 1_000_000  # characters searched, from the end of a log
 
 _COLOURS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
-# What launchers and loggers write in front of each line: [rank1]:, 1:, [1,3]<stderr>:, (Worker pid=7, ip=...), a time,
+# What launchers and loggers write before each line: [rank1]:, 1:, [1,3]<stderr>:, (Worker pid=7, ip=...), a time,
 # and the sides of rich's boxes.
 _FRONT = re.compile(
     r"^(?:[ \t]*(?:\[?(?:default|rank|Rank )?\d+\]?:|\[\d+,\d+\]<std(?:err|out)>:|\(\w+ pid=\d+[^()\n]*\)"
@@ -23,16 +23,15 @@ _FRONT = re.compile(
 
 @dataclass(frozen=True)
 class Match:
-    """A known failure, and the line of the text that gave it away."""
+    """A known failure, and the line of the text that matched."""
 
     known: Known
     line: str
 
 
 def explain(text: str) -> list[Match]:
-    """The known failures that `text` tells of; none if there are none. Causes come before what follows from another
-    error, that before a launcher's summary, and of several the one that the text tells first: a log goes on after the
-    error that mattered."""
+    """The known failures that `text` matches. Causes come before consequences of another error, these before a
+    launcher's summary; otherwise in the order of the text, since a log continues after the error that matters."""
     text = _COLOURS.sub("", text[-MOST:]).replace("\r\n", "\n").replace("\r", "\n")
     text = _FRONT.sub("", text)
     found = []
@@ -47,12 +46,12 @@ def explain(text: str) -> list[Match]:
 
 @functools.cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """A space stands for any white space: terminals and boxes break lines."""
+    """A space matches any white space: terminals and boxes break lines."""
     return re.compile(pattern.replace(" ", r"(?:\s+)"), re.IGNORECASE)
 
 
 def _span(hit: re.Match[str]) -> tuple[int, int]:
-    """Where that stands which is shown of a hit."""
+    """The span of a hit that is shown."""
     return hit.span("told" if "told" in hit.re.groupindex else 0)
 
 
@@ -62,7 +61,7 @@ def _line_of(text: str, start: int, end: int) -> str:
 
 
 def told(match: Match) -> str:
-    """What is shown of a match."""
+    """The text shown for a match."""
     known = match.known
     parts = [
         f"seen:     {match.line}",

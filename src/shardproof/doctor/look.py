@@ -1,4 +1,4 @@
-"""Rows and model of a run, looked at as its recipe will read, encode and load them."""
+"""Rows and model of a run, read, encoded and loaded as by its recipe, for the checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Config = DoctorConfig | RlhfDoctorConfig
 
 
 def read_rows(config: Config, checks: list[Check]) -> tuple[Any, Any]:
-    """The rows to train on and those to evaluate on (or None), without bad ones; nothing if there are none."""
+    """The rows to train on and those to evaluate on (or None), without bad ones; None if there are none."""
     from shardproof.doctor.checks import data_checks
 
     recipe, leave_out = recipe_of(config), config.bad_rows == "skip"
@@ -101,7 +101,7 @@ def encoded_rows(config: Config, batch: Batch, rows: Any, processing: Any, check
 
 
 def held_out_rows(config: Config, source: str, rows: Any, processing: Any) -> list[Check]:
-    """What of the rows to evaluate on would stop the run."""
+    """Checks for evaluation rows that would stop the run."""
     from shardproof.doctor.checks import data_checks
     from shardproof.train.rows.media import media_limits
 
@@ -120,7 +120,7 @@ def held_out_rows(config: Config, source: str, rows: Any, processing: Any) -> li
 
 
 def steps_of(config: Config, batch: Batch, rows: Any) -> tuple[int, int]:
-    """How many the run takes, and how many a pass over the rows has."""
+    """The number of steps of the run, and of a pass over the rows."""
     from shardproof.train.rlhf.recipe import RlhfPrepared
     from shardproof.train.run import Prepared
 
@@ -130,7 +130,7 @@ def steps_of(config: Config, batch: Batch, rows: Any) -> tuple[int, int]:
 
 
 def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) -> tuple[int, int]:
-    """The numbers of parameters and of trained ones; 0 if there is no model."""
+    """The numbers of parameters and of trained ones; 0 if the model cannot be loaded."""
     from shardproof.doctor.checks import data_checks, model_checks, resume_checks
     from shardproof.integrations.four_bits import count_weights
     from shardproof.train.adapters.adding import check_named_parts, with_adapters
@@ -140,7 +140,7 @@ def loaded_model(config: Config, source: str, tokens: int, checks: list[Check]) 
     from shardproof.zero.device import default_device
 
     scores = isinstance(config, RlhfDoctorConfig) and config.rlhf_type == "rm"
-    how: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # told as what they are
+    how: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported as findings
     how |= {"num_labels": 1} if scores else {}
     labelled, embeds = getattr(config, "task", "") in ("seq_cls", "reranker"), config.recipe == "embedding"
     auto = BODY if embeds else SCORER if scores or labelled else CAUSAL

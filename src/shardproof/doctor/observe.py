@@ -1,4 +1,4 @@
-"""A few steps of a real run, watched after each update, without changing its recipe."""
+"""A few steps of a real run, observed after each update, without changing its recipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Each = Callable[[int, dict[str, ShardedParameter]], None]
 
 
 class Nobody:
-    """The view of a run that nobody looks at."""
+    """A progress view that shows nothing."""
 
     def begin(self, steps: int, done: int = 0) -> None: ...
     def logged(self, record: dict[str, Any]) -> None: ...
@@ -28,19 +28,19 @@ class Nobody:
 
 
 def observe(prepared: Prepared, each: Each, records: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
-    """Train on this rank without saving; after each update call `each(step, parameters)`, on every rank. Names of a
-    second model that is trained (the value of ppo) have its number in front.
+    """Train on this rank without saving; after each update call `each(step, parameters)`, on every rank. Names in a
+    second trained model (ppo's value model) are prefixed with its number.
 
-    Torch's own hook on optimizers is what calls: so what runs is the recipe as it stands. The engine's hook is called
-    before, so parameters are whole again, and gradients are still there.
+    `each` is called by torch's own optimizer hook, so the recipe runs unchanged. The engine's hook runs before it, so
+    parameters are whole again, and gradients still exist.
 
     Args:
-        records: takes the records as they come.
+        records: collects the records as they are made.
 
-    Returns: the records of the run, of rank 0.
+    Returns: the records of the run, on rank 0.
 
     Raises:
-        EngineError: the recipe has made no update of a sharded parameter, and no loss scale has left them out.
+        EngineError: the recipe has not updated any sharded parameter, and no loss scale has skipped the updates.
     """
     records = [] if records is None else records
     count = 0
@@ -60,7 +60,7 @@ def observe(prepared: Prepared, each: Each, records: list[dict[str, Any]] | None
     finally:
         handle.remove()
     if not count and prepared.config.precision != "fp16":
-        raise EngineError("No update of a sharded parameter was seen: nothing can be said about this run.")
+        raise EngineError("No update of a sharded parameter was observed: this run cannot be checked.")
     return records
 
 
@@ -71,8 +71,8 @@ def _named(params: list[ShardedParameter]) -> dict[str, ShardedParameter]:
 
 
 def short_run(config: Any, batch: Any, world: int, steps: int, folder: str, **more: Any) -> Any:
-    """The options of `steps` steps with the same rows a step on `world` processes, at the peak learning rate from the
-    first, which write nothing but into `folder`."""
+    """The options for `steps` steps with the same rows per step on `world` processes, at the peak learning rate from
+    the first step, writing only into `folder`."""
     only = {
         "nproc": world,
         "global_batch_size": batch.whole,

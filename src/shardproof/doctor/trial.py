@@ -33,16 +33,16 @@ from shardproof.zero.tensors.parameter import ShardedParameter
 
 AREA, RESULT, ENDED = "trial", "trial.json", "ended-"
 STEPS = 3  # two, and a third that shows the loss after them
-ROSE = 1.1  # a loss that is higher by this factor after two steps on the very rows is not learning
-NORM = 1e4  # a gradient norm beyond this is out of any order
-OWN_SIZE = 0.3  # a step that changes the matrices by this share of themselves soon leaves little of them
+ROSE = 1.1  # if the loss is higher by this factor after two steps on the same rows, the model is not learning
+NORM = 1e4  # a gradient norm above this is implausible
+OWN_SIZE = 0.3  # a step that changes the matrices by this share soon destroys them
 SAMPLE = 2048  # elements of each parameter's slice that are compared
-ADAPTER = re.compile(rf"\.({'|'.join([LORA, 'hada', *KINDS])})_")  # of PEFT's parameters, behind the place of a layer
-NETWORK = 16 << 20  # bytes that are sent to measure
+ADAPTER = re.compile(rf"\.({'|'.join([LORA, 'hada', *KINDS])})_")  # in PEFT's parameter names, after the layer
+NETWORK = 16 << 20  # bytes to send for the measurement
 
 
 def trial(prepared: Prepared, folder: str) -> None:
-    """Run the steps on this rank; rank 0 writes what was seen, and each rank what it has ended with."""
+    """Run the steps on this rank; rank 0 writes its observations, and each rank the error it ended with."""
     try:
         _take_steps(prepared, folder)
     except Exception as error:
@@ -52,10 +52,10 @@ def trial(prepared: Prepared, folder: str) -> None:
 
 
 def ended(folder: str, code: int) -> Check:
-    """The finding of a trial that has ended with an exit code: what the first rank that failed has said."""
+    """The check for a trial that ended with an exit code: the error of the first rank that failed."""
     told = min(Path(folder).glob(f"{ENDED}*"), key=lambda file: file.stat().st_mtime_ns, default=None)
-    said = " ".join(told.read_text().split()) if told else f"ended with exit code {code}; its error stands above"
-    return Check(AREA, "steps", "fail", said, "The run would end so, too.", "shardproof explain")
+    said = " ".join(told.read_text().split()) if told else f"ended with exit code {code}; its error is above"
+    return Check(AREA, "steps", "fail", said, "The run would end in the same way.", "shardproof explain")
 
 
 def _take_steps(prepared: Prepared, folder: str) -> None:
@@ -108,20 +108,20 @@ def _number(value: Any) -> float | None:
 
 
 def with_each(first: range, kinds: Mapping[str, int]) -> list[int]:
-    """The numbers of as many rows, with a row for each kind of files among them."""
+    """The indices of the same number of rows, including a row with each kind of file."""
     wanted = sorted(set(kinds.values()))[: len(first)]
     others = [number for number in first if number not in wanted]
     return sorted(others[: len(first) - len(wanted)] + wanted)
 
 
 def _sample(held: torch.Tensor) -> torch.Tensor:
-    """Some elements of what this rank holds of a parameter."""
+    """Some elements of this rank's slice of a parameter."""
     return held.detach().reshape(-1)[:SAMPLE].float().cpu().clone()
 
 
 def _moved(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float | None:
-    """By which share of themselves matrices have changed, on all ranks together; None where that cannot be said, as of
-    optimizers that update whole matrices. Collective."""
+    """The relative change of the matrices, over all ranks; None if unknown, as for optimizers that update whole
+    matrices. Collective."""
     mine = [
         sum(float((after - before).square().sum()) for before, after in pairs),
         sum(float(before.square().sum()) for before, _ in pairs),
@@ -135,7 +135,7 @@ def _moved(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float | None:
 
 
 def _ranks() -> dict[str, Any]:
-    """Clocks, software and the network of all ranks."""
+    """Clocks, software and network of all ranks."""
     here = hashlib.sha256(json.dumps([platform.python_version(), installed()]).encode()).hexdigest()[:12]
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return {"clocks": 0.0, "software": [here], "network": None}
@@ -155,7 +155,7 @@ def _ranks() -> dict[str, Any]:
 
 
 def _differing(params: dict[str, ShardedParameter]) -> list[str]:
-    """Parameters whose whole values are not the same on all ranks."""
+    """Parameters whose whole values differ between ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return []
     sums = torch.stack([p.whole().double().sum().cpu() for p in params.values()])
@@ -165,8 +165,8 @@ def _differing(params: dict[str, ShardedParameter]) -> list[str]:
 
 
 def judge(folder: str, kinds: Collection[str] = MEDIA, tried: Collection[str] | None = None) -> list[Check]:
-    """Checks from what `trial` wrote. `kinds`: of the files that rows have, of MEDIA; `tried`: of those the ones that
-    the steps of the trial have had for sure, by default all."""
+    """Checks from the observations of `trial`. `kinds`: the kinds of files in rows, from MEDIA; `tried`: the kinds that
+    certainly occurred in the trial's steps, by default all."""
     seen = json.loads((Path(folder) / RESULT).read_text())
     checks = [*_judge_ranks(seen), *_judge_scale(seen)]
     if not seen["steps"]:
@@ -179,24 +179,24 @@ def judge(folder: str, kinds: Collection[str] = MEDIA, tried: Collection[str] | 
     names = [name for name in seen["without"] if name not in (*missed, *behind, *unread)]
     if idle:
         parts = sorted({seen["parts"][name] for name in idle})
-        cause = f"No row has a file for them (part: {', '.join(parts)}): no step changes them, and they take memory."
+        cause = f"No row has a file for them (part: {', '.join(parts)}): they are never updated, and take memory."
         shown = f"none for {len(idle)}: {some(idle)}"
         checks.append(Check(AREA, "unused parts", "warn", shown, cause, f"--freeze {' '.join(parts)}"))
     if behind:
-        cause = "They stand at the end of a tower, whose features are taken from before them: no step changes them."
+        cause = "They are at the end of a tower whose features are taken from an earlier layer: they are never updated."
         shown, option = (
             f"none for {len(behind)}: {some(behind)}",
-            "nothing that must be changed; they take memory alone",
+            "no change needed; they only take memory",
         )
         checks.append(Check(AREA, "unused layers", "warn", shown, cause, option))
     if unread:
         layers = ", ".join(sorted({_layer(name).rpartition(".")[2] for name in unread}))
-        cause = "The model passes these layers by, or reads their weights itself: they stay as they began."
+        cause = "The model bypasses these layers, or reads their weights directly: the adapters are never updated."
         shown, option = f"none for {len(unread)}: {some(unread)}", f"--target-modules that leaves out {layers}"
         checks.append(Check(AREA, "unused adapters", "warn", shown, cause, option))
     if names:
-        cause = "They are trained, but nothing of the loss depends on them: no step changes them."
-        option = "--freeze the part, or look at the forward; with reentrant checkpointing: --checkpointing-reentrant no"
+        cause = "They are trained, but the loss does not depend on them: they are never updated."
+        option = "--freeze the part, or check the forward; with reentrant checkpointing: --checkpointing-reentrant no"
         checks.append(Check(AREA, "gradients", "fail", f"none for {len(names)}: {some(names)}", cause, option))
     elif seen["not_finite"]:
         names = seen["not_finite"]
@@ -208,7 +208,7 @@ def judge(folder: str, kinds: Collection[str] = MEDIA, tried: Collection[str] | 
                 "fail",
                 f"{len(names)}: {some(names)}",
                 cause,
-                "--precision fp32, and look at the loss",
+                "--precision fp32, and check the loss",
             )
         )
     else:
@@ -216,14 +216,14 @@ def judge(folder: str, kinds: Collection[str] = MEDIA, tried: Collection[str] | 
         checks.append(Check(AREA, "gradients", "ok", f"{which} has one, and it is finite"))
     drawn = seen["drawn"]
     told = rewards(drawn or [])
-    # Then a gradient of zero is told already, or is right: answers of the first step were worth the same.
+    # Then a zero gradient was reported already, or is correct: all answers of the first step had the same reward.
     flat = any(check.status != "ok" for check in told) or (bool(told) and not drawn[0].get("reward_std"))
     return [*checks, *told, *_judge_course(seen["losses"], seen["norms"], seen["moved"], drawn is not None, flat)]
 
 
 def _behind_features(has_gradient: Mapping[str, bool], part_of: Mapping[str, str]) -> list[str]:
-    """The last parameters of towers, behind all that have a gradient: features are taken from a layer before them. A
-    tower without any gradient has none. `part_of` has them in the order of the model."""
+    """The last parameters of towers, after all that have a gradient: features are taken from an earlier layer. Towers
+    without any gradient are left out. `part_of` is in the order of the model."""
     found = []
     for tower in ("vision", "audio"):
         names = [name for name, part in part_of.items() if part == tower and name in has_gradient]
@@ -233,20 +233,19 @@ def _behind_features(has_gradient: Mapping[str, bool], part_of: Mapping[str, str
 
 
 def _unread(has_gradient: Mapping[str, bool]) -> list[str]:
-    """Adapters on layers of a name of which no block gives a gradient, where layers of another name do."""
+    """Adapters on layers whose name has no gradient in any block, if layers with other names have one."""
     adapters = [name for name in has_gradient if ADAPTER.search(name)]
     called = {_layer(name) for name in adapters if has_gradient[name]}
     return [name for name in adapters if _layer(name) not in called] if called else []
 
 
 def _layer(name: str) -> str:
-    """The place of an adapter's layer, the same in all blocks."""
+    """The path of an adapter's layer without the block index."""
     return ".".join(word for word in ADAPTER.split(name)[0].split(".") if not word.isdigit())
 
 
 def _waits_for(name: str, part: str, kinds: Collection[str]) -> bool:
-    """Whether a parameter works on files of which there are none: a part for each kind, or what brings the two to the
-    size of the text."""
+    """Whether a parameter waits for files that no row has: any of a part's kinds, or all of the kinds of an aligner."""
     part = guessed_part(name) if part == "aligner" and guessed_part(name) in FED_BY else part
     fed = FED_BY.get(part, ())
     return bool(fed) and not (set(fed) <= set(kinds) if part == "aligner" else set(fed) & set(kinds))
@@ -263,7 +262,7 @@ def _judge_ranks(seen: dict[str, Any]) -> list[Check]:
             Check(AREA, "ranks", "fail", f"{len(seen['software'])} kinds", cause, "the same environment on every node")
         )
     elif seen["clocks"] > 5:
-        cause = "Times in logs and the age of checkpoints cannot be compared."
+        cause = "Times in logs and ages of checkpoints cannot be compared."
         checks.append(
             Check(AREA, "ranks", "warn", f"clocks differ by {seen['clocks']:.0f} s", cause, "set the clocks by NTP")
         )
@@ -277,13 +276,15 @@ def _judge_ranks(seen: dict[str, Any]) -> list[Check]:
 
 
 def _judge_scale(seen: dict[str, Any]) -> list[Check]:
-    """Of fp16: a step whose gradients are not finite is left out, and the next has half the loss scale."""
+    """For fp16: a step whose gradients are not finite is skipped, and the next one uses half the loss scale."""
     if not seen["left_out"]:
         return []
-    shown = f"{seen['left_out']} of {len(seen['losses'])} steps left out, as their scaled gradients overflow"
+    shown = f"{seen['left_out']} of {len(seen['losses'])} steps skipped, as their scaled gradients overflow"
     if seen["norms"]:
         return [Check(AREA, "loss scale", "ok", shown)]
-    cause = "Each halves the loss scale. Whether it comes to fit, and what a step does then, these steps cannot show."
+    cause = (
+        "Each halves the loss scale. These steps cannot show whether it gets small enough, and what a step does then."
+    )
     return [Check(AREA, "loss scale", "warn", shown, cause, "--precision bf16, where the device has it")]
 
 
@@ -294,36 +295,37 @@ def _judge_course(
     drawn: bool = False,
     idle: bool = False,
 ) -> list[Check]:
-    """`moved`: by which share of themselves a step changed the matrices; `drawn`: whether each step learnt from answers
-    of its own, so that losses cannot be compared; `idle`: whether it is known that the first had nothing to learn."""
+    """`moved`: the relative change of the matrices in a step; `drawn`: whether each step trained on its own answers, so
+    that losses cannot be compared; `idle`: whether the first step is known to have had nothing to learn."""
     shown = ", ".join("not finite" if loss is None else f"{loss:.3f}" for loss in losses)
     checks = []
     first, last = losses[0], losses[-1]
     smaller = "a --learning-rate 10 to 100 times smaller"
     if first is None or last is None or None in losses:
         cause = "The loss is NaN or infinite."
-        option = smaller if first is not None else "--precision fp32, and look at the rows and the loss"
+        option = smaller if first is not None else "--precision fp32, and check the rows and the loss"
         checks.append(Check(AREA, "loss", "fail", shown, cause, option))
     elif not drawn and last > first + (ROSE - 1) * abs(first) + 0.05:
-        cause = "After two steps on these very rows the loss is higher than before: the steps are too large."
+        cause = "After two steps on these same rows the loss is higher than before: the steps are too large."
         checks.append(Check(AREA, "loss", "fail", shown, cause, smaller))
     elif moved is not None and moved > OWN_SIZE:
         shown += f"; a step changes the matrices by {100 * moved:.0f} % of their size"
-        cause = "A step at this rate replaces what the model has learnt, whatever the loss says."
+        cause = "A step at this rate overwrites what the model has learned, whatever the loss is."
         checks.append(Check(AREA, "loss", "fail", shown, cause, smaller))
     elif moved == 0 and not idle:
         cause = "The steps change nothing."
         checks.append(Check(AREA, "loss", "warn", shown, cause, "a larger --learning-rate"))
     else:
         checks.append(
-            Check(AREA, "loss", "ok", f"{shown}, each of other answers" if drawn else f"{shown} on the same rows")
+            Check(AREA, "loss", "ok", f"{shown}, each on other answers" if drawn else f"{shown} on the same rows")
         )
     shown = ", ".join("not finite" if norm is None else f"{norm:.3g}" for norm in norms)
     if norms[0] is None or norms[0] > NORM or (norms[0] == 0 and not idle):
         cause = (
-            "A gradient norm like this comes from a loss that is not a mean, from NaN or inf, or from nothing learnt."
+            "A gradient norm like this comes from a loss that is not a mean, from NaN or inf, or from an untrained "
+            "model."
         )
-        checks.append(Check(AREA, "gradient norm", "fail", shown, cause, "look at the loss; --precision fp32"))
+        checks.append(Check(AREA, "gradient norm", "fail", shown, cause, "check the loss; --precision fp32"))
     else:
         checks.append(Check(AREA, "gradient norm", "ok", shown))
     return checks

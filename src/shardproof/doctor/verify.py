@@ -1,4 +1,4 @@
-"""Whether a run gives the numbers of one process: the first step and parameter at which they part."""
+"""Whether a run matches a single process, or the first step and parameter at which they differ."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from shardproof.train.run import Prepared
 from shardproof.zero.comm.world import is_first
 from shardproof.zero.tensors.parameter import ShardedParameter
 
-TOLERANCE = {"fp32": 1e-4, "fp16": 5e-3, "bf16": 5e-2}  # what rounding makes of another order of sums
+TOLERANCE = {"fp32": 1e-4, "fp16": 5e-3, "bf16": 5e-2}  # the effect of rounding with another order of sums
 RESULT, LOSSES = "result.json", "losses.json"
-MOST = 20  # differences that are kept
+MOST = 20  # differences to keep
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What may differ in one step of two runs that are alike.
+    """The allowed differences in one step of two equal runs.
 
     [Note: what rounding does not do]
-    Rounding in half precision moves single elements by a percent, here up and there down. So what is the mean of very
-    many of them hardly moves: the loss, the norm of all gradients, and how long the gradient of a parameter is in the
-    direction of the other. A factor, such as a number of tokens that is off by 0.4 %, moves just these. From the second
-    step on weights differ in their last bits, which may be many percent of a small gradient.
+    Rounding in half precision moves single elements by a percent, some up and some down. So means over very many of
+    them hardly move: the loss, the norm of all gradients, and the length of a parameter's gradient in the direction of
+    the other run's. A factor, such as a number of tokens that is off by 0.4 %, moves exactly these. From the second
+    step on, weights differ in their last bits, which may be many percent of a small gradient.
 
     Attributes:
-        element: of any element of a gradient or weight, as a share of the largest of its parameter; of a gradient, at
-            least of `floor` times the largest of all gradients.
-        noise: a gradient below this share of the largest of all is rounding (the bias of keys has none in theory), and
-            so may be, below `steer` of the largest of its parameter, its sign, by which Adam moves a weight.
-        loss: as a share of it, and `norm` of the norm of all gradients.
-        scale: of the length of a gradient in the direction of the other; None where it is not compared.
-        together: of all elements of a weight, as a share of their norm; None where single ones are compared. A step of
-            Muon takes the small directions of a gradient, which are its rounding, for as much as the large ones: with
-            a gradient that is off by a thousandth, all elements are by a tenth, and single ones by a third.
+        element: for any element of a gradient or weight, relative to the largest of its parameter; for a gradient,
+            relative to at least `floor` times the largest of all gradients.
+        noise: a gradient below this share of the largest of all is rounding (in theory the bias of keys has none);
+            below `steer` of the largest of its parameter, so may be its sign, by which Adam moves a weight.
+        loss: relative to the loss; `norm`: relative to the norm of all gradients.
+        scale: for the length of a gradient in the direction of the other; None if it is not compared.
+        together: for all elements of a weight, relative to their norm; None if single elements are compared. A step of
+            Muon gives the small directions of a gradient, which are rounding, as much weight as the large ones: with a
+            gradient that is off by a thousandth, all elements together are off by a tenth, and single ones by a third.
     """
 
     element: float = 0.0
@@ -59,7 +59,7 @@ class Allowed:
 
     @classmethod
     def by(cls, config: Any, step: int) -> Allowed:
-        """What the precision of a run allows in `step`, in proportion to the tolerance that was asked for."""
+        """What the precision of a run allows in `step`, in proportion to the requested tolerance."""
         asked = 0.0 if getattr(config, "deterministic", False) else tolerance_of(config)
         times = asked / TOLERANCE[config.precision]
         if not times:
@@ -70,13 +70,13 @@ class Allowed:
         if step == 1:
             means = {"loss": 1e-3 * times, "norm": 2e-3 * times, "scale": 3e-3 * times}
             return allow(floor=1e-3, steer=2e-1, **means)
-        loss = 1e-2 if hasattr(config, "rlhf_type") else 1e-3  # some of TRL's losses are in half precision themselves
+        loss = 1e-2 if hasattr(config, "rlhf_type") else 1e-3  # some of TRL's losses are computed in half precision
         return allow(floor=1e-1, steer=2e-1, loss=loss * times, norm=1e-2 * times)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two runs part: by how much at most, and what the largest value there is. `name` is that of a parameter, or
+    """A difference between two runs: its maximum, and the largest value there. `name` is that of a parameter, or
     empty."""
 
     step: int
@@ -89,23 +89,23 @@ class Difference:
         whole = "the largest" if self.what in ("gradient", "weight") else "it"
         share = f"{self.off / self.largest:.1e} of {whole}, {self.largest:.1e}" if self.largest else "where it is 0"
         if math.isinf(self.off) and "(" not in self.what:
-            share = "in one of the two it is not finite"
+            share = "not finite in one of the two"
         of = f" of '{self.name}'" if self.name else ""
         return f"step {self.step}: the {self.what}{of} differs by {self.off:.1e} ({share})"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out.
+    """The result of a comparison.
 
     Attributes:
-        compared: how many parameters in each of `steps` steps.
-        losses: of both runs, by step.
+        compared: the number of parameters compared in each of `steps` steps.
+        losses: the losses of both runs, by step.
         differences: in order; empty if the runs are equal.
-        dropout: what drops at random, which no two runs do alike.
-        left_out: the steps that both runs have left out, as a loss scale does.
-        parted: the first step that only one of them has left out: weights are of other steps from there on, and nothing
-            is compared.
+        dropout: sources of randomness, which differ between any two runs.
+        left_out: the steps that both runs have skipped because of the loss scale.
+        parted: the first step that only one of them has skipped: from there on the weights are from different steps,
+            and nothing is compared.
     """
 
     steps: int
@@ -121,8 +121,8 @@ Values = dict[str, torch.Tensor]
 
 
 def tolerance_of(config: Any) -> float:
-    """What was asked for, or what the precision of the run allows. Muon makes matrices orthogonal in bf16, and which
-    directions GaLore takes of a gradient that is equally large in several is decided by rounding."""
+    """The requested tolerance, or that of the run's precision. Muon orthogonalises matrices in bf16, and if a gradient
+    is equally large in several directions, rounding decides which of them GaLore takes."""
     if config.tolerance is not None:
         return float(config.tolerance)
     least = {MUON: "bf16", GALORE: "fp16"}.get(config.optimizer, config.precision)
@@ -141,7 +141,7 @@ def values_of(params: dict[str, ShardedParameter]) -> tuple[Values, Values]:
 
 
 def write_reference(prepared: Prepared, folder: str) -> None:
-    """Run in one process, and write what every step gives."""
+    """Run in one process, and write the results of every step."""
 
     records: list[dict[str, Any]] = []
 
@@ -157,7 +157,7 @@ def _reference(folder: str, step: int) -> Path:
 
 
 def _this_step(records: list[dict[str, Any]]) -> int:
-    """The step of an update, on rank 0: those before it are logged, whether they were left out or not."""
+    """The step of an update, on rank 0: earlier steps are logged, whether skipped or not."""
     return len(_logged(records)) + 1
 
 
@@ -167,7 +167,7 @@ def _logged(records: list[dict[str, Any]]) -> list[tuple[float, float | None]]:
 
 
 def compare(prepared: Prepared, folder: str) -> None:
-    """Run on this rank of several, and compare with what `write_reference` wrote. Rank 0 writes the result."""
+    """Run on this rank of several, and compare with the results of `write_reference`. Rank 0 writes the verdict."""
     found: list[Difference] = []
     steered: Values = {}
     compared = 0
@@ -209,7 +209,8 @@ def judged(
     taken: Collection[int],
     folder: str,
 ) -> Verdict:
-    """`found` in all steps, of which only those before the runs part tell something; `taken`: the steps of this run."""
+    """`found`: the differences in all steps, of which only those before the runs part count; `taken`: the steps of this
+    run."""
     steps = range(1, len(losses) + 1)
     alone = {step for step in steps if _reference(folder, step).exists()}
     parted = next((step for step in steps if (step in alone) != (step in taken)), None)
@@ -220,7 +221,7 @@ def judged(
 
 
 def drifts(step: int, alone: Any, together: Any, allowed: Allowed) -> list[Difference]:
-    """Whether loss and norm of a step, in one process and in several, are off by more than `allowed`."""
+    """The differences in loss and norm of a step, between one process and several, beyond `allowed`."""
     kinds = zip(("loss", "norm of all gradients"), alone, together, (allowed.loss, allowed.norm), strict=True)
     found = []
     for what, a, b, share in kinds:
@@ -234,8 +235,8 @@ def drifts(step: int, alone: Any, together: Any, allowed: Allowed) -> list[Diffe
 
 
 def dropping(model: nn.Module) -> list[str]:
-    """What of a model drops at random: modules, and values of its config that its functions take (attention); and the
-    noise of --neftune-noise-alpha."""
+    """The sources of randomness in a model: dropout modules, dropout values in its config that its functions use
+    (attention), and the noise of --neftune-noise-alpha."""
     modules = [name for name, m in model.named_modules() if getattr(m, "p", 0.0) and "Dropout" in type(m).__name__]
     told: Any = getattr(model, "config", None)
     values = told.to_dict() if hasattr(told, "to_dict") else {}
@@ -247,7 +248,7 @@ def dropping(model: nn.Module) -> list[str]:
 
 
 def read_verdict(folder: str) -> Verdict:
-    """What `compare` wrote."""
+    """Read the verdict that `compare` wrote."""
     fields: dict[str, Any] = json.loads((Path(folder) / RESULT).read_text())
     found = [Difference(**one) for one in fields.pop("differences")]
     return Verdict(**{**fields, "losses": [tuple(pair) for pair in fields["losses"]], "differences": found})
@@ -256,13 +257,14 @@ def read_verdict(folder: str) -> Verdict:
 def differences(
     step: int, mine: tuple[Values, Values], reference: tuple[Values, Values], allowed: Allowed, steered: Values
 ) -> list[Difference]:
-    """Where gradients differ, and weights where no gradient so far was rounding, in the order of the parameters.
+    """Differences in gradients, and in weights whose gradients have not been rounding so far, in the order of the
+    parameters.
 
     The first step of Adam moves every weight by the learning rate in the direction of its gradient's sign, whatever its
-    size; so weights whose gradient is noise say nothing, except where nothing may differ.
+    size; so weights whose gradient is noise tell nothing, except if nothing may differ.
 
     Args:
-        steered: by name, which elements have had gradients in the steps before that were not. Kept up to date.
+        steered: by name, which elements had gradients above rounding in earlier steps. Kept up to date.
     """
     (gradients, weights), (old_gradients, old_weights) = mine, reference
     most = max(map(_largest, old_gradients.values()), default=0.0)
@@ -301,8 +303,8 @@ def differences(
 
 
 def _longer(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
-    """By which share of it `a` is longer than `b`, in the direction of `b`, and the error of that, if elements are off
-    by chance each for itself."""
+    """The relative amount by which `a` is longer than `b`, in the direction of `b`, and its error if elements are off
+    independently at random."""
     a, b = a.double().flatten(), b.double().flatten()
     square = float(b @ b)
     times = float(a @ b) / square
@@ -311,13 +313,13 @@ def _longer(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
 
 
 def _largest(values: torch.Tensor) -> float:
-    """The largest of those that are finite: of others nothing is a share."""
+    """The largest finite value: nothing is a share of the others."""
     finite = values[values.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _off(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference; inf where only one is not finite."""
+    """The largest difference; inf if only one of the two is not finite."""
     if not a.numel():
         return 0.0
     off = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())

@@ -478,7 +478,7 @@ def test_an_optimizer_that_steps_inside_of_backward_is_refused() -> None:
 
     fresh()
     model = torch.nn.Linear(1, 1)
-    with pytest.raises(ConfigError, match="Fused changes weights inside of backward"):
+    with pytest.raises(ConfigError, match="Fused changes weights inside backward"):
         Accelerator().prepare(model, Fused(model.parameters()))
     fresh()
 

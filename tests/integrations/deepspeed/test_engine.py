@@ -341,7 +341,7 @@ def checkpoints(folder: str) -> None:
     _, state = fresh.load_checkpoint(folder, tag="best", load_module_only=True)
     assert (state, fresh.global_steps, fresh.get_lr()) == ({"n": 1}, 0, [0.1])
     tag = f"of rank {dist.get_rank()}"
-    with pytest.raises(ConfigError, match=r"is the same on all ranks; they have 'of rank 0', 'of rank 1'"):
+    with pytest.raises(ConfigError, match=r"must be the same on all ranks; they have 'of rank 0', 'of rank 1'"):
         engine.save_checkpoint(folder, tag=tag)
     with pytest.raises(ConfigError, match=r"save_checkpoint\(''\) has an empty folder"):
         engine.save_checkpoint("")

@@ -277,7 +277,7 @@ def test_options_of_text_are_refused(tiny_models: Any, tmp_path: Path, seen: Pat
         prepared(tiny_models("llava"), tmp_path, ROWS, seen, truncation="split")
     argv = ["plan", "--task", "embedding", "--model", str(tiny_models("llava")), "--gpus", "2"]
     assert main([*argv, "--files", "image=16x16"]) == 2
-    assert "--files: plans of --task embedding count rows of text" in capsys.readouterr().err
+    assert "--files: plans for --task embedding support text rows only" in capsys.readouterr().err
 
 
 def test_files_are_told_apart_by_where_they_lie(tiny_models: Any, tmp_path: Path, seen: Path) -> None:

@@ -1,1 +1,1 @@
-"""What `shardproof doctor` looks at, one kind of thing a file."""
+"""The checks of `shardproof doctor`, one area per file."""

@@ -1,4 +1,4 @@
-"""What a check found, and how it is shown."""
+"""The result of a check, and how it is shown."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Check:
 
     Attributes:
         area: options, environment, data, model, plan or trial.
-        name: what was looked at.
-        evidence: what was seen there.
-        cause: why that is a problem; empty where it is none.
+        name: what was checked.
+        evidence: what was found.
+        cause: why that is a problem; empty if it is not.
         option: what to change.
     """
 
@@ -33,25 +33,25 @@ class Check:
 
 
 def some(names: Sequence[str], most: int = 3) -> str:
-    """The first of them, and how many more there are."""
+    """The first names, and the number of further ones."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def option_in(error: Exception, otherwise: str = "") -> str:
-    """The first option that an error text names: our own name what is to be changed."""
+    """The first option that an error text names; our own errors name the option to change."""
     found = re.search(r"--[a-z][a-z0-9-]+", str(error))
     return found.group() if found else otherwise
 
 
 def as_json(checks: Sequence[Check]) -> str:
-    """All of them as one object."""
+    """All checks as one JSON object."""
     failed = any(check.status == "fail" for check in checks)
     return json.dumps({"ok": not failed, "checks": [dataclasses.asdict(check) for check in checks]}, indent=1)
 
 
 def show(checks: Sequence[Check]) -> None:
-    """A line for each check, and below it what to do about one that is not ok."""
+    """Print a line for each check, and below it the cause and what to do if it is not ok."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

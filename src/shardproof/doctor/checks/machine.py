@@ -1,4 +1,4 @@
-"""Checks of the machine: versions, devices, room on the disk."""
+"""Checks of the machine: versions, devices, disk space."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AREA = "environment"
 
 
 def installed() -> dict[str, str]:
-    """The versions of what we require, and of DeepSpeed if it is there."""
+    """The versions of required packages, and of DeepSpeed if it is installed."""
     found = {}
     for line in (*(importlib.metadata.requires("shardproof") or []), "deepspeed"):
         name = _requirement(line).name
@@ -37,7 +37,7 @@ def _requirement(line: str) -> Requirement:
 
 
 def versions() -> list[Check]:
-    """Whether what is installed is what we need."""
+    """Whether the required packages are installed in suitable versions."""
     found, wrong, needed = installed(), [], []
     for line in importlib.metadata.requires("shardproof") or []:
         requirement = _requirement(line)
@@ -56,7 +56,7 @@ def versions() -> list[Check]:
         return [
             Check(
                 *(AREA, "versions", "fail", some_text(wrong, needed)),
-                "Releases of these libraries break each other; these are not the ones this was tested with.",
+                "Not all releases of these libraries work together; these were not tested.",
                 f"pip install -U {packages}",
             )
         ]
@@ -68,7 +68,7 @@ def some_text(wrong: list[str], needed: list[str]) -> str:
 
 
 def devices(nproc: int) -> list[Check]:
-    """Whether there is an accelerator for each of so many processes on this machine, and a way to talk."""
+    """Whether there is an accelerator for each of `nproc` processes on this machine, and a backend to communicate."""
     import torch
     import torch.distributed as dist
 
@@ -85,15 +85,16 @@ def devices(nproc: int) -> list[Check]:
 
 
 def bytes_to_write(config: RunConfig, parameters: int, trainable: int, steps: int, epoch: int) -> int:
-    """What a run of so many steps leaves on the disk: the weights once more, and its checkpoints, each with two states
-    of what is trained. Checkpoints of adapters hold nothing of their base. `epoch`: steps of a pass over the rows."""
+    """The bytes that a run of this many steps writes to disk: the weights again, and its checkpoints, each with two
+    optimizer states of the trained weights. Checkpoints of adapters do not hold their base. `epoch`: steps per pass
+    over the rows."""
     held = trainable if config.tuner != "full" else parameters
     dtype, each = saved_dtype(config, config.model), 2 if config.stochastic_rounding else 4
     weights = held * (each if dtype is None else dtype.itemsize)
     if not config.writes_checkpoints:
         return weights
-    written = -(-steps // (config.checkpoint_steps or epoch))  # the last step is one, too
-    if kept := config.kept_checkpoints:  # the next one is complete before the oldest goes
+    written = -(-steps // (config.checkpoint_steps or epoch))  # the last step is saved, too
+    if kept := config.kept_checkpoints:  # the next one is complete before the oldest is deleted
         written = min(written, kept + 1)
     state = 0 if config.save_only_model or config.optimizer == ADAFACTOR else 2 * each
     if config.optimizer == EIGHT_BITS:
@@ -102,7 +103,7 @@ def bytes_to_write(config: RunConfig, parameters: int, trainable: int, steps: in
 
 
 def checkpoints(config: RunConfig, steps: int, epoch: int) -> list[Check]:
-    """When a run of so many steps writes some; a pass over the rows has `epoch` of them."""
+    """When a run of this many steps writes checkpoints; a pass over the rows has `epoch` steps."""
     if not config.writes_checkpoints:
         return []
     every = config.checkpoint_steps or epoch
@@ -117,7 +118,7 @@ def checkpoints(config: RunConfig, steps: int, epoch: int) -> list[Check]:
 
 
 def output(config: RunConfig) -> list[Check]:
-    """Whether the folder of the run can be made and written to, without making it."""
+    """Whether the folder of the run can be created and written to, without creating it."""
     wanted = config.output_dir or "runs"
     place = nearest(wanted)
     if not place.is_dir():
@@ -126,11 +127,11 @@ def output(config: RunConfig) -> list[Check]:
         seen = f"{place} cannot be written to"
     else:
         return []
-    return [Check(AREA, "output", "fail", seen, "The run would end before it begins.", "--output-dir")]
+    return [Check(AREA, "output", "fail", seen, "The run would end before it starts.", "--output-dir")]
 
 
 def nearest(folder: str) -> Path:
-    """A folder, or what is there of the path to it."""
+    """A folder, or the nearest existing part of the path to it."""
     place = Path(folder).expanduser().absolute()
     while not place.exists():
         place = place.parent
@@ -138,15 +139,15 @@ def nearest(folder: str) -> Path:
 
 
 def disk(config: RunConfig, needed: int, free: int | None = None) -> list[Check]:
-    """Whether what the run writes fits where it goes. `free`: bytes there, if known."""
+    """Whether the output of the run fits on its disk. `free`: bytes there, if known."""
     place = nearest(config.output_dir or "runs")
     free = shutil.disk_usage(place).free if free is None else free
     seen = f"{needed / 1e9:.2f} GB to write, {free / 1e9:.2f} GB free in {place}"
     limit = "--save-total-limit 1, or " if config.writes_checkpoints and config.save_total_limit != 1 else ""
     if free < needed:
-        cause = "The disk fills up before the run ends, and everything trained by then is lost."
+        cause = "The disk would fill up before the run ends, and everything trained by then would be lost."
         if config.writes_checkpoints:
-            cause = "The disk fills up before the run ends; it can resume from its newest complete checkpoint."
+            cause = "The disk would fill up before the run ends; it could resume from its newest complete checkpoint."
         return [Check(AREA, "disk", "fail", seen, cause, f"{limit}--output-dir on another disk")]
     if free < 2 * needed:
         cause = "Little space would be left."

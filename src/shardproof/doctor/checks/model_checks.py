@@ -1,4 +1,4 @@
-"""Checks of a model that was loaded, with its adapters, before it is sharded."""
+"""Checks of a loaded model, with its adapters, before it is sharded."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardproof.train.adapters.begun import other_bases
 from shardproof.train.options.config import RunConfig
 
 AREA, CPU = "model", torch.device("cpu")
-_OF_TORCH = set(vars(nn.Module()))  # what torch keeps in each module
+_OF_TORCH = set(vars(nn.Module()))  # attributes of every torch module
 
 
 def loading(info: Mapping[str, Any]) -> list[Check]:
-    """`info`: what transformers says of a load (`output_loading_info`)."""
+    """`info`: transformers' report about loading (`output_loading_info`)."""
     missing, extra = sorted(info.get("missing_keys", ())), sorted(info.get("unexpected_keys", ()))
     wrong = sorted(str(key[0] if isinstance(key, (tuple, list)) else key) for key in info.get("mismatched_keys", ()))
     if wrong:
@@ -37,11 +37,11 @@ def loading(info: Mapping[str, Any]) -> list[Check]:
     if extra:
         cause = "The files hold weights that the model does not have; these are ignored."
         return [Check(AREA, "weights", "warn", f"{len(extra)}: {some(extra)}", cause)]
-    return [Check(AREA, "weights", "ok", "all there, none left over")]
+    return [Check(AREA, "weights", "ok", "none missing, none left over")]
 
 
 def without_heads(model: Any, info: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what transformers says, what is about the body of a classifier: its head is made anew, and others are left."""
+    """transformers' report without a classifier's head, which is newly created, and other heads, which are left out."""
     body = f"{model.base_model_prefix}."
     kept = {
         kind: [name for name in info.get(kind, ()) if name.startswith(body) and ".pooler." not in name]
@@ -51,13 +51,13 @@ def without_heads(model: Any, info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def body_only(info: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a model without a head: what its files hold besides is left, and a pooler is not used."""
+    """The same for a model without a head: other weights in its files are left out, and a pooler is not used."""
     missing = [name for name in info.get("missing_keys", ()) if not name.startswith("pooler.")]
     return {**info, "missing_keys": missing, "unexpected_keys": []}
 
 
 def not_loaded(error: ConfigError) -> Check:
-    """A model that cannot be made as the options say."""
+    """The check for a model that cannot be built as the options ask."""
     option = option_in(error, "--model") if str(error).startswith("--") else "--model"
     if option == "--target-modules":
         cause = "There would be nothing to train."
@@ -68,8 +68,8 @@ def not_loaded(error: ConfigError) -> Check:
 
 
 def adapted(config: RunConfig) -> list[Check]:
-    """Whether --adapters were trained on this model, as far as names say."""
-    cause = "Adapters on weights other than those they were trained with give different results."
+    """Whether --adapters were trained on this model, as far as names tell."""
+    cause = "Adapters give different results on weights other than those they were trained with."
     return [Check(AREA, "adapters", "warn", told, cause, "--model") for told in other_bases(config)]
 
 
@@ -78,7 +78,8 @@ def _line(error: Exception) -> str:
 
 
 def trained(model: nn.Module, config: RunConfig, writes: bool = True) -> list[Check]:
-    """What is trained, and what is not although nobody asked for that. `writes`: whether it is asked for words."""
+    """What is trained, and what is frozen although no option asks for it. `writes`: whether the model generates
+    text."""
     params = dict(model.named_parameters())
     frozen = [name for name, p in params.items() if not p.requires_grad]
     total, mine = count_weights(model)
@@ -97,7 +98,7 @@ def trained(model: nn.Module, config: RunConfig, writes: bool = True) -> list[Ch
         unasked = [name for name in meant if name not in asked]
         if unasked:
             parts = ", ".join(sorted({found.part_of[name] for name in unasked}))
-            cause = f"--tuner full trains all of it, but these are frozen by the model's own code (part: {parts})."
+            cause = f"--tuner full trains everything, but the model's own code freezes these (part: {parts})."
             option = "requires_grad_(True) where the model is created, or --freeze if that is intended"
             return [Check(AREA, "trained", "fail", f"{seen}; frozen: {some(unasked)}", cause, option)]
         left = sorted({found.part_of.get(name, "?") for name in frozen})
@@ -106,9 +107,9 @@ def trained(model: nn.Module, config: RunConfig, writes: bool = True) -> list[Ch
 
 
 def places(model: nn.Module, device: torch.device = CPU, ranks: int = 1, rounded: bool = False) -> list[Check]:
-    """Whether the model has values, on the device where the run computes (`device`, of rank 0) or where the engine
-    moves it from there, and is of few dtypes. `rounded`: whether updates of weights in half precision are rounded by
-    chance, so that none is lost."""
+    """Whether the model has values, whether it is on the computing device (`device`, of rank 0) or can be moved there
+    by the engine, and its dtypes. `rounded`: whether updates of half-precision weights are rounded stochastically, so
+    that none is lost."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     meta = [name for name, t in tensors if t.is_meta]
     if meta:
@@ -119,8 +120,8 @@ def places(model: nn.Module, device: torch.device = CPU, ranks: int = 1, rounded
     tied_down = pinned(model, device, ranks)
     if tied_down:
         cause = (
-            f"The run computes on {device}, where the engine moves the weights, but these modules move their inputs"
-            " elsewhere: their first forward would fail with tensors on two devices."
+            f"The run computes on {device}, and the engine moves the weights there, but these modules move their "
+            "inputs elsewhere: their first forward would fail with tensors on two devices."
         )
         option = "load the model without device_map: the engine places it, one part on each rank"
         return [Check(AREA, "devices", "fail", some(tied_down), cause, option)]
@@ -128,8 +129,8 @@ def places(model: nn.Module, device: torch.device = CPU, ranks: int = 1, rounded
     apart = [text for text, place in hidden if torch.device(place) != device]
     if apart:
         cause = (
-            "These modules are in a list, dict or attribute where torch does not look: the engine does not move them,"
-            f" the run computes on {device}, and they are neither trained nor saved."
+            "These modules are in a list, dict or attribute that torch does not search: the engine does not move them "
+            "to {device}, where the run computes, and they are neither trained nor saved."
         )
         option = "nn.ModuleList or nn.ModuleDict instead of a list or dict in the model's code"
         return [Check(AREA, "devices", "fail", some(apart), cause, option)]
@@ -139,13 +140,15 @@ def places(model: nn.Module, device: torch.device = CPU, ranks: int = 1, rounded
         most = devices.most_common(1)[0][0]
         strays = [name for name, t in tensors if str(t.device) != most]
         where = sorted({str(t.device) for _, t in tensors} - {most})
-        cause = f"Most of the model is on {most}. The engine moves these there, which takes memory there as well."
+        cause = f"Most of the model is on {most}. The engine moves these there, which takes memory as well."
         seen = f"{len(strays)} on {', '.join(where)}: {some(strays)}"
         checks.append(
-            Check(AREA, "devices", "warn", seen, cause, "leave the part out (--enable-audio-output no), or count it in")
+            Check(
+                AREA, "devices", "warn", seen, cause, "leave the part out (--enable-audio-output no), or allow for it"
+            )
         )
     elif hidden:
-        cause = "They are in a list, dict or attribute where torch does not look: they are neither trained nor saved."
+        cause = "They are in a list, dict or attribute that torch does not search: they are neither trained nor saved."
         seen = some([text for text, _ in hidden])
         checks.append(
             Check(AREA, "devices", "warn", seen, cause, "nn.ModuleList or nn.ModuleDict, if that is not intended")
@@ -156,7 +159,7 @@ def places(model: nn.Module, device: torch.device = CPU, ranks: int = 1, rounded
     seen = ", ".join(f"{count} in {kind}" for kind, count in kinds.items())
     half = [k for k in kinds if k not in ("float32", "float64")]
     if half and rounded:
-        checks.append(Check(AREA, "master weights", "ok", f"{seen}, updates are rounded by chance"))
+        checks.append(Check(AREA, "master weights", "ok", f"{seen}, updates are rounded stochastically"))
     elif half:
         cause = "Updates of less than about 1/256 of a weight are lost in half precision."
         checks.append(
@@ -168,7 +171,8 @@ def places(model: nn.Module, device: torch.device = CPU, ranks: int = 1, rounded
 
 
 def pinned(model: nn.Module, device: torch.device, ranks: int) -> list[str]:
-    """Modules that accelerate's hooks (`device_map`) have compute where this run, or a rank of it, does not."""
+    """Modules that accelerate's hooks (`device_map`) run on a device where this run, or one of its ranks, does not
+    compute."""
     found = []
     for name, module in model.named_modules():
         hook = getattr(module, "_hf_hook", None)
@@ -178,13 +182,13 @@ def pinned(model: nn.Module, device: torch.device, ranks: int) -> list[str]:
                 continue
             wanted = torch.device(device.type, place) if isinstance(place, int) else torch.device(place)
             elsewhere = wanted.type != device.type or wanted.index not in (None, device.index)
-            if elsewhere or (wanted.index is not None and ranks > 1):  # each rank has a device of its own
+            if elsewhere or (wanted.index is not None and ranks > 1):  # each rank has its own device
                 found.append(f"{name or 'the model'} ({wanted})")
     return found
 
 
 def out_of_sight(model: nn.Module) -> list[tuple[str, str]]:
-    """Modules with parameters that `model.modules()` does not tell of, and the device of each."""
+    """Modules with parameters that `model.modules()` does not include, and the device of each."""
     known, found = {id(module) for module in model.modules()}, []
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -201,8 +205,8 @@ def out_of_sight(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def embedding_of(model: nn.Module) -> Any:
-    """The table of tokens: of a model that has none of its own (an omni's is its thinker's) that of its first part that
-    has one; or None."""
+    """The token embedding; if the model has none of its own (an omni model uses its thinker's), that of its first part
+    with one; or None."""
     for module in model.modules():
         get = getattr(module, "get_input_embeddings", None)
         with contextlib.suppress(NotImplementedError, AttributeError):
@@ -213,7 +217,7 @@ def embedding_of(model: nn.Module) -> Any:
 
 
 def tied(model: nn.Module) -> list[Check]:
-    """Whether head and embedding are one, as the config says."""
+    """Whether head and embedding are tied, as the config says."""
     config = getattr(model, "config", None)
     head = embedding = None
     with contextlib.suppress(NotImplementedError, AttributeError):
@@ -222,15 +226,19 @@ def tied(model: nn.Module) -> list[Check]:
         return []
     same, said = head.weight is embedding.weight, bool(getattr(config, "tie_word_embeddings", False))
     if same != said:
-        cause = "The config and the weights disagree: saving follows one of them, and loading the other."
+        cause = "The config and the weights disagree: saving goes by one of them, and loading by the other."
         seen = f"tie_word_embeddings is {said}, the head {'is' if same else 'is not'} the embedding"
         return [Check(AREA, "tied weights", "warn", seen, cause, "set tie_word_embeddings to what is intended")]
-    return [Check(AREA, "tied weights", "ok", "head and embedding are one" if same else "head and embedding are apart")]
+    return [
+        Check(AREA, "tied weights", "ok", "head and embedding are tied" if same else "head and embedding are separate")
+    ]
 
 
 def finite(model: nn.Module) -> list[Check]:
-    """Whether the weights are numbers."""
+    """Whether the weights are finite."""
     bad = [n for n, p in model.named_parameters() if not p.is_meta and not bool(torch.isfinite(p.detach()).all())]
     if bad:
-        return [Check(AREA, "values", "fail", some(bad), "These weights hold NaN or inf.", "another copy of the model")]
+        return [
+            Check(AREA, "values", "fail", some(bad), "These weights contain NaN or inf.", "another copy of the model")
+        ]
     return []

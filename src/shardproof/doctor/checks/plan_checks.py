@@ -1,4 +1,5 @@
-"""Whether a run fits: the plan of its very stage, processes and rows, and of the models beside the one it trains."""
+"""Whether a run fits: the plan for exactly its stage, processes and rows, and for the models besides the trained
+one."""
 
 from __future__ import annotations
 
@@ -29,7 +30,13 @@ if TYPE_CHECKING:
     from shardproof.doctor.planning.sample import Sample
     from shardproof.train.options.config import Batch
 
-OTHERWISE = {"stage", "offload", "gradient_checkpointing", "per_device_batch_size", "max_length"}  # lists in a plan
+OTHERWISE = {
+    "stage",
+    "offload",
+    "gradient_checkpointing",
+    "per_device_batch_size",
+    "max_length",
+}  # options that are lists in a plan
 ALONE = """import pickle, sys
 from shardproof.doctor.checks.plan_checks import held
 with open(sys.argv[1], "rb") as question, open(sys.argv[2], "wb") as answer:
@@ -39,12 +46,12 @@ with open(sys.argv[1], "rb") as question, open(sys.argv[2], "wb") as answer:
 
 @dataclass(frozen=True)
 class Held:
-    """What a process of a run holds.
+    """The memory that a process of a run uses.
 
     Attributes:
-        candidate: of the model that is trained, in a step.
-        others: bytes besides, by what they are for.
-        writing: bytes of the trained model while it writes answers; 0 where it writes none.
+        candidate: for the trained model, in a step.
+        others: further bytes, by purpose.
+        writing: bytes of the trained model while it generates answers; 0 if it does not.
         notes: what the numbers leave out.
     """
 
@@ -65,15 +72,15 @@ class Held:
 def memory(
     config: DoctorConfig | RlhfDoctorConfig, batch: Batch, source: str, encoded: Any, processing: Any = None
 ) -> list[Check]:
-    """One finding: what a process holds at most, of what there is."""
+    """One check: the peak memory of a process, of what is available."""
     from shardproof.zero.device import default_device, free_memory
 
-    if config.model_type:  # which may be another model than its config says
-        seen = f"not known: plan counts models of transformers, and --model-type {config.model_type} is a plugin's"
+    if config.model_type:  # may be another model than its config says
+        seen = f"unknown: plan supports transformers models, but --model-type {config.model_type} is a plugin's"
         return [Check("plan", "memory", "warn", seen, "The model cannot be planned.")]
     there = config.memory * 1e9 if config.memory else free_memory(default_device(), config.nproc)
     length = length_of(config, encoded)
-    if config.recipe in ("embedding", "reranker"):  # the texts of a row pass through the model at once
+    if config.recipe in ("embedding", "reranker"):  # all texts of a row pass through the model at once
         texts = encoded.report.most if encoded is not None else 2
         most = [getattr(config, name, None) or texts for name in ("max_positives", "max_negatives")]
         texts = min(texts, sum(most))
@@ -82,8 +89,8 @@ def memory(
     experts = experts_of(config, processing)
     try:
         found = _counted(config, asked, batch, encoded, processing, experts)
-    except Exception as error:  # a model of a plugin's, or one that asks for values: a plan is no reason to stop
-        seen = f"not known: {type(error).__name__}: {' '.join(str(error).split())}"
+    except Exception as error:  # a plugin's model, or one that needs values: no reason to stop
+        seen = f"unknown: {type(error).__name__}: {' '.join(str(error).split())}"
         return [Check("plan", "memory", "warn", seen, "The model cannot be planned.")]
     rows = f"{batch.micro} row(s) of {length} tokens"
     if experts:
@@ -93,8 +100,8 @@ def memory(
 
 
 def _counted(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, processing: Any, experts: int) -> Held:
-    """What is held with the files of rows, as far as these can be followed: without values some models do not say how
-    large they get. Else the notes say why."""
+    """The memory with the files of rows, if it can be computed: without values, the sizes in some models are unknown.
+    The notes then say why."""
     try:
         if found := _with_files(config, asked, batch, encoded, processing, experts):
             return found
@@ -108,10 +115,10 @@ def _counted(config: Any, asked: PlanConfig, batch: Batch, encoded: Any, process
 def _with_files(
     config: Any, asked: PlanConfig, batch: Batch, encoded: Any, processing: Any, experts: int
 ) -> Held | None:
-    """What is held where each row has the files of the heaviest one; None where rows are text.
+    """The memory if each row has the files of the heaviest one; None if rows are text.
 
     Raises:
-        ConfigError: their files cannot be followed.
+        ConfigError: the files' path through the model depends on values.
     """
     from shardproof.data.encoding.pack import PackedMediaRows
     from shardproof.data.media.rows import MediaRows
@@ -123,7 +130,7 @@ def _with_files(
     if not (paired or packed or isinstance(encoded, MediaRows)):
         return None
     recipe: Any = recipe_of(config)
-    if packed:  # each is looked at as one row, whose loss is computed without the logits
+    if packed:  # each counts as one row, whose loss is computed without the logits
         encoded, asked = Joined(encoded), asked.model_copy(update={"packing": False, "chunked_loss": True})
     sample = longest(encoded) if paired else heaviest(encoded, recipe.media_encoder(config, processing))
     return held_apart(config, asked, batch, sample, experts) if sample else None
@@ -136,7 +143,8 @@ def held_apart(
     sample: Sample | None = None,
     experts: int = 0,
 ) -> Held:
-    """`held`, in a process of its own where this one is a rank already (of several machines): a plan imagines ranks."""
+    """`held`, in a separate process if this one is already a rank (of several machines), since a plan simulates
+    ranks."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -159,8 +167,8 @@ def held(
     sample: Sample | None = None,
     experts: int = 0,
 ) -> Held:
-    """`asked`: the run in the words of plan; `sample`: a row like all others, see `Rank`; `experts`: tokens of a row of
-    CHORD's."""
+    """`asked`: the run as options of plan; `sample`: the row that stands for all, see `Rank`; `experts`: tokens of a
+    row for CHORD."""
     from shardproof.doctor.planning.others import beside
     from shardproof.doctor.planning.plan import loss_of, make_plan
 
@@ -173,7 +181,7 @@ def held(
 
 
 def experts_of(config: Any, processing: Any) -> int:
-    """Tokens of the longest row of --chord-sft-dataset, or the most that one may have; 0 where there are none."""
+    """Tokens of the longest row of --chord-sft-dataset, or the maximum for one; 0 if there are none."""
     from shardproof.train.model.loading import tokenizer_of
     from shardproof.train.rlhf.chord import encoded_experts, room_of_experts
 
@@ -181,12 +189,12 @@ def experts_of(config: Any, processing: Any) -> int:
         return 0
     try:
         return max(map(len, encoded_experts(config, tokenizer_of(processing))["input_ids"]))
-    except (ConfigError, DataError):  # the trial says what is wrong
+    except (ConfigError, DataError):  # the trial reports it
         return room_of_experts(config)
 
 
 def loss_of_rlhf(config: RlhfDoctorConfig, experts: int) -> tuple[str, Loss]:
-    """The class of transformers and the loss of a run of rlhf: what `make_plan` takes besides the config."""
+    """The transformers class and the loss of an rlhf run, as arguments of `make_plan`."""
     from shardproof.doctor.planning.stand_ins import Taught, WithExperts
 
     if config.chord_sft_dataset:
@@ -205,9 +213,9 @@ def loss_of_rlhf(config: RlhfDoctorConfig, experts: int) -> tuple[str, Loss]:
 
 def judged(config: DoctorConfig | RlhfDoctorConfig, rows: str, found: Held, there: float) -> Check:
     peak, candidate = found.peak, found.candidate
-    seen = f"{peak / 1e9:.2f} GB a process of {there / 1e9:.2f}, {rows}"
+    seen = f"{peak / 1e9:.2f} of {there / 1e9:.2f} GB per process, {rows}"
     seen += "".join(f"; {size / 1e9:.2f} of it for {what}" for what, size in found.others.items())
-    seen += f"; {(found.writing + found.besides) / 1e9:.2f} while answers are written" if found.writing else ""
+    seen += f"; {(found.writing + found.besides) / 1e9:.2f} while answers are generated" if found.writing else ""
     seen += f"; {candidate.home / 1e9:.2f} GB elsewhere (--offload {config.offload})" if candidate.home else ""
     seen += f"; {candidate.kept / 1e9:.2f} GB of activations on the host" if candidate.kept else ""
     seen += "".join(f". {note.removesuffix('.')}" for note in found.notes)
@@ -215,14 +223,14 @@ def judged(config: DoctorConfig | RlhfDoctorConfig, rows: str, found: Held, ther
         option = "shardproof plan shows what fits: --stage 3, --gradient-checkpointing, --per-device-batch-size 1"
         return Check("plan", "memory", "fail", seen, "The run would run out of memory.", option)
     if peak > 0.9 * there:
-        why = "Little is left for memory that is not in tensors."
+        why = "Little memory is left for anything other than tensors."
         return Check("plan", "memory", "warn", seen, why, "--gradient-checkpointing")
     return Check("plan", "memory", "ok", seen)
 
 
 def room_elsewhere(config: DoctorConfig | RlhfDoctorConfig, batch: Batch, candidate: Candidate) -> list[Check]:
-    """Findings where this machine has no room for what its processes keep in its memory, or on its disk, and not on
-    their devices."""
+    """Checks that fail if this machine lacks host memory or disk space for what its processes keep off their
+    devices."""
     from shardproof.zero.device import host_memory
 
     processes = max(1, batch.world_size // machines_of(config))
@@ -233,8 +241,10 @@ def room_elsewhere(config: DoctorConfig | RlhfDoctorConfig, batch: Batch, candid
     found = []
     for name, needed, free in rooms:
         if free and processes * needed > free:
-            seen = f"{processes * needed / 1e9:.2f} GB for {processes} process(es), and {free / 1e9:.2f} GB are left"
-            why = "The run would end when there is no room for what is kept off the devices."
+            seen = (
+                f"{processes * needed / 1e9:.2f} GB for {processes} process(es), but only {free / 1e9:.2f} GB are free"
+            )
+            why = "The run would end once there is no room for offloaded data."
             option = "--tuner lora, --optimizer adamw_8bit, or more machines"
             option = option if candidate.on_disk else f"--offload nvme:FOLDER on a large disk, {option}"
             found.append(Check("plan", name, "fail", seen, why, option))
@@ -242,12 +252,12 @@ def room_elsewhere(config: DoctorConfig | RlhfDoctorConfig, batch: Batch, candid
 
 
 def machines_of(config: DoctorConfig | RlhfDoctorConfig) -> int:
-    """How many machines a run takes, at least."""
+    """The minimum number of machines of a run."""
     return int(str(config.nnodes or 1).partition(":")[0])
 
 
 def plan_of(config: Any, batch: Batch, source: str, length: int, memory: float) -> PlanConfig:
-    """A run in the words of `shardproof plan`, which has many of its options."""
+    """A run as options of `shardproof plan`, which has many of the same."""
     import torch
 
     shared = (PlanConfig.model_fields.keys() & type(config).model_fields.keys()) - OTHERWISE
@@ -255,7 +265,7 @@ def plan_of(config: Any, batch: Batch, source: str, length: int, memory: float) 
     elsewhere: Any = (config.offload or "none").partition(":")[0]
     paired = isinstance(config, RlhfDoctorConfig) and config.rlhf_type in PAIRED
     machines, world = machines_of(config), batch.world_size
-    whole = config.shard_group == 1  # then a process holds all there is, as at stage 0
+    whole = config.shard_group == 1  # then a process holds everything, as at stage 0
     labelled = config.recipe == "seq_cls"
     own: dict[str, Any] = {
         "model": source,
@@ -268,7 +278,7 @@ def plan_of(config: Any, batch: Batch, source: str, length: int, memory: float) 
         "stage": "0" if whole else str(config.stage),
         "offload": ["none" if on_cpu and elsewhere != "nvme" else elsewhere],
         "gradient_checkpointing": [config.gradient_checkpointing],
-        "per_device_batch_size": [batch.micro * (1 + paired)],  # both answers pass through the model at once
+        "per_device_batch_size": [batch.micro * (1 + paired)],  # both answers pass through the model together
         "gradient_accumulation_steps": batch.accumulation,
         "max_length": [length],
     }
@@ -276,7 +286,7 @@ def plan_of(config: Any, batch: Batch, source: str, length: int, memory: float) 
 
 
 def length_of(config: Any, encoded: Any) -> int:
-    """Tokens of the longest row that there is, or may be."""
+    """Tokens of the longest row, or the maximum."""
     longest = config.max_length
     if config.recipe in ("seq_cls", "embedding", "reranker") and encoded is not None:
         longest = encoded.report.limit or longest
@@ -286,7 +296,7 @@ def length_of(config: Any, encoded: Any) -> int:
 
 
 def generates(config: Any, with_server: bool = False) -> bool:
-    """Whether the run writes answers, by itself or `with_server`."""
+    """Whether the run generates answers, by itself or `with_server`."""
     if not isinstance(config, RlhfDoctorConfig):
         return False
     if config.rlhf_type == "gkd":
@@ -297,11 +307,11 @@ def generates(config: Any, with_server: bool = False) -> bool:
 
 
 def writing_of(config: Any, batch: Batch, asked: PlanConfig) -> float:
-    """Bytes of the trained model while answers are written, 0 where it writes none."""
+    """Bytes of the trained model while answers are generated; 0 if it generates none."""
     from shardproof.doctor.planning.others import while_writing
 
     if not generates(config):
         return 0.0
     steps = 1 if config.rlhf_type == "gkd" else config.steps_per_generation or batch.accumulation
-    at_once = batch.micro * steps // batch.sequence  # ranks that share rows write a part of the answers each
+    at_once = batch.micro * steps // batch.sequence  # each of the ranks that share rows generates a part
     return while_writing(asked, at_once, asked.max_length[0] - config.max_completion_length)

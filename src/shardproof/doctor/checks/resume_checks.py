@@ -1,4 +1,4 @@
-"""Checks of the checkpoint that a run begins from: whether it is of these rows, and of this model."""
+"""Checks of the checkpoint that a run resumes from: whether it belongs to these rows and this model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = "checkpoint"
 
 
 def rows(config: RunConfig, batch: Batch, found: Any, encoded: Any, processing: Any = None) -> list[Check]:
-    """Whether the rows, their order and the optimizer are those of the run that wrote it, and so what files become."""
+    """Whether the rows, their order, the optimizer and the handling of files are those of the run that wrote it."""
     begin = starts(config)
     if not begin:
         return []
@@ -29,19 +29,19 @@ def rows(config: RunConfig, batch: Batch, found: Any, encoded: Any, processing: 
         cause = "The run would be refused."
         return [Check("data", NAME, "fail", " ".join(str(error).split()), cause, "--resume, or the options named")]
     if told := [*other_processes(saved, begin[0], config, batch), *other_parts(begin[0], processing)]:
-        return [Check("data", NAME, "warn", " ".join(told), "The run resumes, but with different numbers.")]
+        return [Check("data", NAME, "warn", " ".join(told), "The run would resume, but with different results.")]
     return [Check("data", NAME, "ok", f"{begin[0]} was written by a run on these rows")]
 
 
 def ended(config: RunConfig, steps: int) -> list[Check]:
-    """Whether it is at the end of a run of so many steps already."""
+    """Whether it is already at the end of a run of this many steps."""
     begin = starts(config)
     told = at_its_end(begin[0], steps, config) if begin else ""
     return [Check("data", NAME, "warn", told, "The run would only write its weights again.")] if told else []
 
 
 def weights(config: RunConfig, model: nn.Module) -> list[Check]:
-    """Whether it holds what this model has: its parts and adapters, in these shapes."""
+    """Whether it holds this model's parts and adapters, in these shapes."""
     begin = starts(config)
     if not begin:
         return []
@@ -52,16 +52,16 @@ def weights(config: RunConfig, model: nn.Module) -> list[Check]:
         except CheckpointError as error:
             problems.append(str(error))
             if config.resume == AUTO:
-                continue  # the one before it takes its place
+                continue  # the previous one is used instead
             break
         try:
             compare(plain_parts(model), manifest, start)
         except CheckpointError as error:
-            cause = "The run would end when it loads it."
+            cause = "The run would fail to load it."
             option = "--resume with a run of this model, or --model and --tuner as in that run"
             return [Check("model", NAME, "fail", str(error), cause, option)]
         if problems:
             cause = "The newest one is damaged, so the one before it is used."
             return [Check("model", NAME, "warn", problems[0], cause)]
-        return [Check("model", NAME, "ok", f"{start} is of this model")]
-    return [Check("model", NAME, "fail", problems[0], "The run would end when it loads it.", "--resume")]
+        return [Check("model", NAME, "ok", f"{start} belongs to this model")]
+    return [Check("model", NAME, "fail", problems[0], "The run would fail to load it.", "--resume")]

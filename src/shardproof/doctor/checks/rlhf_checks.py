@@ -14,9 +14,9 @@ from shardproof.train.rlhf.algorithms import ALGORITHMS
 from shardproof.train.rlhf.rewards import check_rewarded
 
 AREA = "data"
-MOST = 1000  # rows that are rendered
-SHARE = 0.9  # of rows that are left out or cut, from which on little is learnt
-TOGETHER = ("kto", "gkd")  # their loss is of a micro-batch of all ranks together
+MOST = 1000  # rows to render
+SHARE = 0.9  # share of rows left out or cut from which little is learned
+TOGETHER = ("kto", "gkd")  # their loss spans the micro-batches of all ranks
 
 
 def lengths(report: Any, config: RlhfConfig, rows: Iterable[Any] = ()) -> list[Check]:
@@ -32,7 +32,7 @@ def lengths(report: Any, config: RlhfConfig, rows: Iterable[Any] = ()) -> list[C
 
 
 def answers(config: RlhfConfig, rows: Any, tokenizer: Any) -> list[Check]:
-    """Whether the template writes what is compared: answers, or the beginning of one that is to be generated."""
+    """Whether the template writes the answers that are compared, or the start of an answer to be generated."""
     from shardproof.data.encoding.seen import Seen
     from shardproof.data.encoding.template import Template
     from shardproof.train.rlhf.rows import example_of
@@ -52,20 +52,20 @@ def answers(config: RlhfConfig, rows: Any, tokenizer: Any) -> list[Check]:
             same = question == texts[0]
         if same:
             lost.append(row.where)
-    option = "--chat-template with one that writes every turn, and begins an answer"
+    option = "--chat-template with a template that writes every turn and the start of an answer"
     if not lost:
         return [Check(AREA, "answers", "ok", f"the template writes them, in {len(looked):,} rows")]
     if config.rlhf_type in REWARDED:
-        seen = f"nothing begins an answer in {len(lost)} of {len(looked):,} rows: {some(lost)}"
+        seen = f"no answer is started in {len(lost)} of {len(looked):,} rows: {some(lost)}"
         return [Check(AREA, "answers", "warn", seen, "Nothing tells the model that its turn begins.", option)]
     what = "both answers give the same text" if config.rlhf_type in PAIRED else "the answer does not appear"
     seen = f"{what} in {len(lost)} of {len(looked):,} rows: {some(lost)}"
     status: Any = "fail" if len(lost) > len(looked) / 2 else "warn"
-    return [Check(AREA, "answers", status, seen, "Nothing can be learnt from these rows.", option)]
+    return [Check(AREA, "answers", status, seen, "Nothing can be learned from these rows.", option)]
 
 
 def rewarded(config: RlhfConfig, batch: Batch, rows: Any) -> list[Check]:
-    """Whether rows are enough, and have the columns that rewards want."""
+    """Whether there are enough rows, with the columns that rewards need."""
     try:
         check_rewarded(config, batch, rows)
     except (ConfigError, DataError) as error:
@@ -82,26 +82,26 @@ def labels(config: RlhfConfig, rows: Any) -> list[Check]:
     seen = f"{good:,} good and {len(rows) - good:,} bad answers"
     if good and len(rows) - good:
         return [Check(AREA, "labels", "ok", seen)]
-    return [Check(AREA, "labels", "warn", seen, "All answers are pushed the same way.", "rows of both kinds")]
+    return [Check(AREA, "labels", "warn", seen, "All answers are pushed in the same direction.", "rows of both kinds")]
 
 
 def check_verifiable(config: RlhfConfig) -> None:
-    """Raise ConfigError for a run whose answers are drawn by chance: no two numbers of processes draw the same."""
+    """Raise ConfigError for a run that samples its answers: different numbers of processes sample different ones."""
     if draws_answers(config):
         option = (
-            " Add --lmbda 0, without --seq-kd, to compare what it learns from written answers."
+            " Add --lmbda 0, without --seq-kd, to compare training on given answers."
             if config.rlhf_type == "gkd"
             else ""
         )
         raise ConfigError(
-            f"--rlhf-type {config.rlhf_type} learns from answers that each rank draws by chance, so another number of "
-            f"processes learns from others: there is nothing to compare.{option}\n"
+            f"--rlhf-type {config.rlhf_type} trains on answers that each rank samples, so a different number of "
+            f"processes trains on different ones: there is nothing to compare.{option}\n"
             "'shardproof doctor' runs two steps of it; 'shardproof verify' takes dpo, kto, orpo, simpo, cpo and rm."
         )
 
 
 def rewards(records: list[dict[str, Any]]) -> list[Check]:
-    """Whether what was generated in the trial was worth different things. `records`: of its steps."""
+    """Whether rewards varied in the trial. `records`: the records of its steps."""
     shown = [f"{r['reward']:.3g} (spread {r.get('reward_std') or 0.0:.2g})" for r in records if "reward" in r]
     if not shown:
         return []
@@ -109,7 +109,7 @@ def rewards(records: list[dict[str, Any]]) -> list[Check]:
     lengths = [r["completions/mean_length"] for r in records if "completions/mean_length" in r]
     seen += f"; answers of {max(lengths):.0f} tokens" if lengths else ""
     if not any(r.get("reward_std") or "teacher_kl" in r for r in records):  # a teacher judges tokens
-        cause = "All answers to a prompt were worth the same, so nothing was learnt in these steps."
+        cause = "All answers to a prompt had the same reward, so nothing was learned in these steps."
         option = "--reward-funcs, --temperature, --num-generations, or a model that sometimes succeeds"
         return [Check("trial", "rewards", "warn", seen, cause, option)]
     return [Check("trial", "rewards", "ok", seen)]

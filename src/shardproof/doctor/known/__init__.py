@@ -1,1 +1,1 @@
-"""What is known of errors: from public threads, by what they are about."""
+"""Known errors from public threads, by subject."""

@@ -1,6 +1,6 @@
-"""Known errors that people meet when they shard a model, from public threads that were read as excerpts.
+"""Known errors in sharding models, from excerpts of public threads.
 
-`why` ends in "(inferred)" where the threads do not say it. Versions move on: see a thread for its current state.
+`why` ends in "(inferred)" if the threads do not say it. Versions move on: see a thread for its current state.
 """
 
 from __future__ import annotations

@@ -10,16 +10,16 @@ class Known:
     """One kind of failure.
 
     Args:
-        name: of the failure.
-        engines: where it is met.
+        name: the name of the failure.
+        engines: the engines in which it occurs.
         patterns: regular expressions, any of which identifies it (case is ignored; a space is any white space). If
-            one has a group `told`, only that group is shown: the rest has to stand near it.
+            one has a group `told`, only that group is shown: the rest has to be near it.
         means, why: what has happened, and what causes it.
-        there: what people do about it in those engines; `here` what is different in shardproof.
-        threads: public ones.
-        cases: those of the casebook that reproduce it.
-        echo: whether it follows from another error, or from none, and so is shown after all others.
-        summary: whether it only lists what failed, and so is shown after the echoes too.
+        there: the fixes used in those engines; `here`: what is different in shardproof.
+        threads: public threads about it.
+        cases: the cases of the casebook that reproduce it.
+        echo: whether it only follows from another error, or from none, so that it is shown after all others.
+        summary: whether it only lists what failed, so that it is shown even after the echoes.
     """
 
     name: str

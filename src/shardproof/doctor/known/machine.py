@@ -257,7 +257,7 @@ MACHINE = (
         "DeepSpeed, and whatever else compiles",
         (
             r"CUDAMismatchException",
-            # With other words behind it, DeepSpeed says that it accepts the two.
+            # With other words after it, DeepSpeed accepts the two versions.
             r"installed cuda version \S+ does not match the version torch was compiled with \S+ unable to compile",
             r"the detected cuda version \(\S+\) mismatches the version that was used to compile pytorch",
         ),

@@ -1,4 +1,4 @@
-"""Known errors of NCCL, launchers and devices, and more of those of other engines: see errors.py."""
+"""Known errors of NCCL, launchers and devices, and further ones of other engines: see errors.py."""
 
 from __future__ import annotations
 

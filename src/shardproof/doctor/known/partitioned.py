@@ -32,7 +32,7 @@ PARTITIONED = (
         "DeepSpeed ZeRO-3",
         (
             r"\A[^\n]{0,200}(?P<told>the expanded size of the tensor \(0\) must match the existing size)",
-            # In a log it may be anybody's.
+            # In a log it may come from anything.
             r"(embed_tokens|word_embeddings|(input|output|new|token)_embed|lm_head|resize_token|deepspeed|zero_?3)"
             r"[\s\S]{0,1500}?"
             r"(?P<told>the expanded size of the tensor \(0\) must match the existing size)",
@@ -156,7 +156,7 @@ PARTITIONED = (
         "stale prefetch",
         "DeepSpeed ZeRO-3",
         (
-            # Any deque may be empty: the line above it has to be DeepSpeed's.
+            # Any deque may be empty: the line above has to be DeepSpeed's.
             r"(partitioned_param_coordinator|parameter_offload|module_fetched_for)[\s\S]{0,1500}?"
             r"(?P<told>IndexError: pop from an empty deque)",
             r"in the parameter fetch queue",

@@ -12,7 +12,7 @@ ROWS = (
             r"(image|video|audio) features and (image|video|audio) tokens do not match",
             r"mismatch in `?(image|video|audio)`? token count between text and",
         ),
-        "The number of placeholder tokens for an image or a sound differs from the number of features of its tower.",
+        "The number of placeholder tokens for an image or audio file differs from the number of features of its tower.",
         "The row was cut in the middle of an image, it has more or fewer files than placeholders, or the processor and"
         " the model come from different releases.",
         "A larger maximum length (cutoff_len, max_length); one placeholder per file; the model's own processor.",

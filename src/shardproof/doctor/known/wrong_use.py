@@ -17,10 +17,10 @@ WRONG_USE = (
         ("haotian-liu/LLaVA#363", "bitsandbytes-foundation/bitsandbytes#945", "yk7333/d3po#6", "mlpc-ucsd/BLIVA#29"),
     ),
     Known(
-        "a method of the model inside of a wrapper",
+        "a method of the model inside a wrapper",
         "DDP, DeepSpeed, FSDP1",
         (r"'(distributeddataparallel|dataparallel|deepspeedengine|fullyshardeddataparallel)' object has no attribute",),
-        "The program asked the wrapper for something that the model inside of it has.",
+        "The program asked the wrapper for an attribute that only the model inside it has.",
         "The engine returns a different object from the model, with forward and few other methods.",
         "model.module, or accelerator.unwrap_model(model); with sharded weights, only in a context that gathers them.",
         "Nothing is wrapped: the model stays the object it was, with its methods.",

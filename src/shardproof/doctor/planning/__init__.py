@@ -1,1 +1,1 @@
-"""What a rank holds and moves, found by running the real engine on the meta device."""
+"""The memory and traffic of a rank, found by running the real engine on the meta device."""

@@ -1,4 +1,4 @@
-"""The blocks that a model repeats. Of many, steps are run with a few: see [Note: fewer blocks] in imagine.py."""
+"""The repeated blocks of a model. Steps are run with only a few of them: see [Note: fewer blocks] in imagine.py."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Blocks(NamedTuple):
     """The longest list of units of a model: the blocks that repeat.
 
     Attributes:
-        name: of the list; empty where there is none.
-        number: how many there are.
-        first: how many of them differ from those that follow.
-        period: after how many the others repeat.
+        name: the name of the list; empty if there is none.
+        number: the number of blocks.
+        first: the number of leading blocks that differ from the rest.
+        period: the period with which the others repeat.
     """
 
     name: str = ""
@@ -29,11 +29,11 @@ class Blocks(NamedTuple):
 
     @property
     def groups(self) -> float:
-        """How often the others repeat."""
+        """The number of repetitions of the others."""
         return (self.number - self.first) / self.period
 
     def of(self, groups: int) -> int:
-        """How many blocks a model has that repeats so often."""
+        """The number of blocks with this many repetitions."""
         return self.first + groups * self.period
 
 
@@ -67,7 +67,7 @@ def _period(signs: list[Any]) -> int:
 
 
 def keep_blocks(model: nn.Module, name: str, count: int) -> nn.Module:
-    """Leave the model only the first `count` blocks of the list `name`, if there is one. Returns `model`."""
+    """Keep only the first `count` blocks of the list `name`, if there is one. Returns `model`."""
     if name:
         blocks: Any = model.get_submodule(name)
         del blocks[count:]

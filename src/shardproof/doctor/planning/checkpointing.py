@@ -1,4 +1,4 @@
-"""Which activations are computed again in backward, in the words of sft."""
+"""Which activations are recomputed in backward, as values of sft's option."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shardproof.models.checkpointing import checkpointing_name, enable_checkpoin
 if TYPE_CHECKING:
     from shardproof.doctor.config import PlanConfig
 
-Checkpointing = bool | int | str  # False, True, "selective", or in every n-th layer
+Checkpointing = bool | int | str  # False, True, "selective", or every n-th layer
 
 
 def checkpointing_of(words: Sequence[Checkpointing]) -> list[Checkpointing]:
-    """The kinds that are meant, each once, none first: what was turned on stays on."""
+    """The kinds that are meant, each once, False first: once turned on, checkpointing stays on."""
     meant: dict[Checkpointing, list[Checkpointing]] = {"no": [False], "yes": [True], "both": [False, True]}
     found = {again for word in words for again in meant.get(word, [word])}
     return sorted(
@@ -24,17 +24,17 @@ def checkpointing_of(words: Sequence[Checkpointing]) -> list[Checkpointing]:
 
 
 def period_of(again: Checkpointing, period: int) -> int:
-    """After how many blocks a model repeats whose blocks do so after `period`, where every n-th is computed again."""
+    """The period with which blocks repeat if every n-th is recomputed; `period`: the period without that."""
     return lcm(period, again) if isinstance(again, int) and again > 1 else period
 
 
 def checkpoint(model: Any, again: Checkpointing, config: PlanConfig) -> None:
-    """Have the model compute activations again, if asked for, as the recipes do."""
+    """Make the model recompute activations, if asked for, as the recipes do."""
     from shardproof.train.model.activations import choose_checkpointing
 
     if not again:
         return
-    model.__dict__.pop(f"{checkpointing_name(model)}_enable", None)  # of the kind before
+    model.__dict__.pop(f"{checkpointing_name(model)}_enable", None)  # left by the previous kind
     enable_checkpointing(choose_checkpointing(model, again), config.checkpointing_reentrant)
     if config.tuner != "full" or config.new_blocks:
         model.enable_input_require_grads()

@@ -1,10 +1,10 @@
-"""One rank of many, imagined: the real engine and the real model on the meta device, in torch's fake process group.
+"""One simulated rank of many: the real engine and the real model on the meta device, in torch's fake process group.
 
 [Note: fewer blocks]
-A model of 80 equal blocks does 80 times the same. So steps are run with a few blocks, at two depths, and are cut into
-segments at the borders of blocks. What is live in a segment grows with each block by what that block leaves behind, so
-it is linear in the number of blocks, for segments counted from either end; the most of all segments is the peak.
-`tests/doctor/test_plan.py` compares with runs at full depth.
+A model of 80 equal blocks does the same 80 times. So steps are run with a few blocks, at two depths, and are cut into
+segments at the borders of blocks. The live memory in a segment grows with each block by what that block leaves behind,
+so it is linear in the number of blocks, for segments counted from either end; the maximum over all segments is the
+peak. `tests/doctor/test_plan.py` compares with runs at full depth.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from shardproof.doctor.config import PlanConfig
     from shardproof.doctor.planning.sample import Sample
 
-FROM_START, FROM_END = 3, 2  # segments of each pass that are told apart: reductions are under way for three blocks
+FROM_START, FROM_END = 3, 2  # segments of each pass that are distinguished: reductions are in flight for three blocks
 _Named = Literal[
     "text",
     "scores",
@@ -78,10 +78,10 @@ _Named = Literal[
     "contrasted and written",
 ]
 Loss = _Named | Taught | WithExperts
-PASSES = 3  # of a step with more micro-batches: the first, those in the middle, which are alike, and the last
+PASSES = 3  # for more micro-batches: the first, the middle ones, which are alike, and the last
 
 Key = tuple[str, int]
-Columns = np.ndarray  # bytes of each kind, and at home (rows), after each event of a segment
+Columns = np.ndarray  # bytes of each kind, and off the device (rows), after each event of a segment
 
 
 class Moved(NamedTuple):
@@ -89,9 +89,9 @@ class Moved(NamedTuple):
 
     Attributes:
         flops: floating-point operations of this rank.
-        gathered: payload bytes of gathers; `reduced` of reductions, an all-reduce counted twice.
+        gathered: payload bytes of gathers; `reduced`: of reductions, with an all-reduce counted twice.
         exchanged: bytes sent in attention to the ranks that share rows with this one.
-        crossed: bytes between the device and the host, or wherever the rest lies.
+        crossed: bytes moved between the device and the host, or wherever offloaded data is.
     """
 
     flops: float
@@ -103,7 +103,7 @@ class Moved(NamedTuple):
 
 @dataclass
 class Step:
-    """One imagined step: what is live, by segment, and what is computed and moved."""
+    """One simulated step: live memory by segment, and what is computed and moved."""
 
     segments: dict[Key, Columns]
     moved: Moved
@@ -114,13 +114,13 @@ class Rank:
 
     Args:
         model: on the meta device; sharded here.
-        config: the options; of those that are lists the others say which are meant.
-        blocks: the blocks that bound segments.
-        offload: what lives elsewhere: "none", "optimizer" or "all".
-        known: results of operations that other ranks have met.
-        loss: of what it is made: of text, of scores, of last tokens, or as TRL makes it: of pairs ("contrasted", with
-            the better answers learnt besides, or not), of a teacher, or of text, where logits are never held.
-        sample: a row like all others where these have files; else rows are text.
+        config: the options; for those that are lists, other arguments choose the value.
+        blocks: the blocks whose borders separate segments.
+        offload: what is kept off the device: "none", "optimizer" or "all".
+        known: results of operations from other simulated ranks.
+        loss: the kind of loss: on text, on scores, on last tokens, or one of TRL's: on pairs ("contrasted", with or
+            without also learning the better answers), from a teacher, or on text without ever holding the logits.
+        sample: the row that stands for all, if rows have files; otherwise rows are text.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class Rank:
         by_hand = config.device == "cpu"  # the engine exchanges and keeps buffers differently there
         self.engine.comm.by_hand = by_hand and self.engine.comm.size > 1
         self.engine.pool.keeps = by_hand
-        self.engine.invariants.ends = 10  # its checks look at values, and there are none
-        self.engine.told = True  # of how it generates, which nobody here would want to know
+        self.engine.invariants.ends = 10  # its checks need values, which do not exist here
+        self.engine.told = True  # suppress its message about generation
         trained = [{"params": [p for p in model.parameters() if p.requires_grad]}]
         if trained[0]["params"]:
             self.optimizer = made_by(optimizer_of(config), trained, 1e-4, model)
@@ -180,7 +180,7 @@ class Rank:
         return None if shared is None else shared.sequence
 
     def _move_home(self) -> None:
-        """What `shard(..., offload=...)` does, for a home that is imagined."""
+        """What `shard(..., offload=...)` does, for a simulated home."""
         self.engine.home = self.home
         for flat in self.engine.flats:
             flat.home = flat.find_home()
@@ -188,7 +188,7 @@ class Rank:
                 flat.set_shard(flat.settled(flat.shard, flat.shard.dtype))
 
     def _see_gathers(self) -> None:
-        """The engine hides its own operations from modes of the user; here they are wanted."""
+        """The engine hides its own operations from the user's modes; here they are needed."""
         start = self.engine._start_gather
 
         def seen(flat: Any) -> None:
@@ -200,7 +200,7 @@ class Rank:
         self.engine._start_gather = seen
 
     def _mark_blocks(self) -> None:
-        """Those that differ are one group, which goes before the others."""
+        """The blocks that differ are one group, before the others."""
         blocks = self.blocks
         if not blocks.name:
             return
@@ -211,7 +211,7 @@ class Rank:
             block.register_forward_hook(lambda *a, i=i: self._mark_backward(i, a[-1]))
 
     def _mark(self, word: str, i: int) -> None:
-        if not in_backward():  # else it is a recomputation
+        if not in_backward():  # otherwise it is a recomputation
             self.ledger.mark(f"{word}{self._pass} {i}")
 
     def _mark_backward(self, i: int, output: Any) -> None:
@@ -226,12 +226,12 @@ class Rank:
         """Forward and backward of each micro-batch, clipping, update: of `micro` rows of `length` tokens without
         padding.
 
-        Clipping takes a number for each parameter, and time here: without `clip` gradients become final all the same.
+        Clipping takes a number for each parameter, and time here: without `clip`, gradients are finished just the same.
         """
         ledger, several = self.ledger, self.config.gradient_accumulation_steps
         passes = min(several, PASSES)
         before, moments = self._moved(), []
-        gc.disable()  # when it runs is chance
+        gc.disable()  # it would run at random moments
         try:
             with ledger.step() as trace:
                 for number in range(passes):
@@ -265,7 +265,7 @@ class Rank:
         with self.ledger, self.values or contextlib.nullcontext(), attention, self.sequence or contextlib.nullcontext():
             with self.host or contextlib.nullcontext():
                 seen = sum(p.sum() for p in self._towers)
-                loss = self._loss(inputs) + 0.0 * seen  # towers that no row needs are trained all the same
+                loss = self._loss(inputs) + 0.0 * seen  # towers that no row needs are trained nevertheless
             self.ledger.mark(f"loss{self._pass}")
             attention.backward(loss)
 
@@ -303,8 +303,8 @@ class Rank:
         return token_mean(self.model(**inputs), labels, 1)
 
     def ask(self, micro: int, length: int, cache: bool = False) -> tuple[float, float]:
-        """A forward pass without gradients. Returns the most bytes that are live here in it, and those at its end; with
-        `cache` among them what the model keeps of each token to write the next one."""
+        """A forward pass without gradients. Returns its peak of live bytes on the device, and the live bytes at its
+        end, with `cache` including the attention cache."""
         ids = torch.zeros(micro, length, dtype=torch.long, device="meta")
         more = {"logits_to_keep": 1} if cache else {}
         self.model.eval()
@@ -321,7 +321,7 @@ class Rank:
         for flat in self.engine.flats:
             if flat.grad is not None:
                 ledger.note(flat.grad, GRADIENTS if flat.home is None else HOME)
-        # Where it updates, it takes what it needs meanwhile; and it may scale what it does by numbers (Adafactor).
+        # Updates take temporary memory; and an optimizer may scale them by values (Adafactor).
         ledger.usual, ledger.number = ACTIVATIONS if self.home is None else HOME, 1.0
         try:
             with ledger:
@@ -331,8 +331,8 @@ class Rank:
                 raise
             raise ConfigError(
                 f"--optimizer {self.config.optimizer}: a step of {type(self.optimizer).__name__} cannot be run on "
-                f"shapes alone: {type(error).__name__}: {first_line(error)}\nPlan with adamw, which keeps "
-                "two values for each weight in fp32; --debug shows where it ends."
+                f"shapes alone: {type(error).__name__}: {first_line(error)}\nPlan with adamw, which keeps two values "
+                "for each weight in fp32; --debug shows where it fails."
             ) from error
         ledger.usual, ledger.number = ACTIVATIONS, None
         param: Any
@@ -350,9 +350,9 @@ class Rank:
 
 
 def segments_of(trace: Trace, leading: bool) -> dict[Key, Columns]:
-    """What is live after each event, cut at the marks. Blocks of a pass are counted from its start (0, 1, ...) and from
-    its end (-1, -2, ...); what lies outside of blocks is (name, 0). `leading`: whether the first block of all is none
-    of those that repeat."""
+    """Live memory after each event, cut at the marks. Blocks of a pass are counted from its start (0, 1, ...) and from
+    its end (-1, -2, ...); segments outside blocks are (name, 0). `leading`: whether the very first block is not one of
+    those that repeat."""
     sizes, kinds = np.array(trace.sizes, dtype=np.float64), np.array(trace.kinds, dtype=np.int64)
     live = np.zeros(HELD + 1)
     np.add.at(live, kinds[trace.live], sizes[trace.live])
@@ -374,7 +374,7 @@ def segments_of(trace: Trace, leading: bool) -> dict[Key, Columns]:
     for word, columns_of in passes.items():
         backward = word.startswith("backward")
         start, end = FROM_START + (leading and not backward), FROM_END + (leading and backward)
-        if backward:  # it ends before the first blocks where these are frozen, and so is what is before them
+        if backward:  # it ends before the first blocks if these and everything before them are frozen
             end = max(end - len(passes[word.replace("backward", "forward")]) + len(columns_of), 0)
         short = len(columns_of) < start + end
         for i, columns in enumerate(columns_of):

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-_META = object()  # begins the signature of a tensor
+_META = object()  # marks the signature of a tensor
 _aten = torch.ops.aten
 
 
 def _pairs(tensors: tuple[torch.Tensor, ...], causal: bool, products: int) -> int:
-    """Of `products` matrix products over all pairs of tokens, half of which a kernel leaves out if `causal`. Of the
-    products some run over a head of keys, and as many over one of values. `tensors`: query, key and value."""
+    """The operations of `products` matrix products over all pairs of tokens, half of which a kernel skips if `causal`.
+    Half of the products run over the key heads, the other half over the value heads. `tensors`: query, key and
+    value."""
     query, key, value = tensors
     rows, heads, length, size = query.shape
     operations = rows * heads * length * key.shape[2] * (size + value.shape[3]) * products
@@ -22,7 +23,7 @@ def _pairs(tensors: tuple[torch.Tensor, ...], causal: bool, products: int) -> in
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Each row meets the matrix of its group alone: the groups share one dimension between them."""
+    """Each row is multiplied by the matrix of its group only: the groups share one dimension."""
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
@@ -31,7 +32,7 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: s
     return args[place] if len(args) > place else kwargs.get(name)
 
 
-# What torch's own register leaves out, or counts without regard to the causal half.
+# Formulas that torch's registry lacks, or that ignore causal masks.
 _OWN: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda args, more: _pairs(
         args[:3], bool(_argument(args, more, 4, "is_causal")), 2
@@ -51,7 +52,7 @@ _OWN: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], int]] = {
 
 
 def operations_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Floating-point operations of matrix products, convolutions and attention; 0 of everything else."""
+    """Floating-point operations of matrix products, convolutions and attention; 0 for everything else."""
     own = _OWN.get(func._overloadpacket)
     if own is not None:
         return own(args, kwargs)
@@ -60,12 +61,12 @@ def operations_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out:
 
 
 class KnownResults:
-    """What operations return, remembered by the shapes they were given: many of torch's meta functions are slow Python,
-    and equal blocks ask the same again."""
+    """A cache of the results of operations by input shapes: many of torch's meta functions are slow Python, and equal
+    blocks repeat the same calls."""
 
     def __init__(self) -> None:
-        self.told = False  # whether somebody was told that this takes long
-        self._fresh: dict[Any, bool] = {}  # by operation: whether all it returns is new memory
+        self.told = False  # whether slowness was reported
+        self._fresh: dict[Any, bool] = {}  # by operation: whether all its results are new memory
         self._results: dict[Any, tuple[Any, int]] = {}
 
     def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
@@ -80,7 +81,7 @@ class KnownResults:
         try:
             key = func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ()
             known = self._results.get(key)
-        except TypeError:  # something in it is no plain value
+        except TypeError:  # it contains something other than plain values
             return func(*args, **kwargs), 0
         if known is not None:
             return _made(known[0]), known[1]
@@ -89,7 +90,7 @@ class KnownResults:
         shape = _signature(out)
         if not _only_meta(shape):
             return out, flops
-        if _storages(out) & _storages((args, tuple(kwargs.values()))):  # a view that does not say so (_unsafe_view)
+        if _storages(out) & _storages((args, tuple(kwargs.values()))):  # an undeclared view (_unsafe_view)
             self._fresh[func] = False
         else:
             self._results[key] = shape, flops
@@ -97,7 +98,7 @@ class KnownResults:
 
 
 def _of_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operation returns. Of grouped products the meta function takes bfloat16 only, and the kernels others."""
+    """The result of an operation. The meta function of grouped products takes bfloat16 only, unlike the kernels."""
     if func._overloadpacket is not _aten._grouped_mm or not args[0].is_meta or args[0].dtype is torch.bfloat16:
         return func(*args, **kwargs)
     a, b = (torch.empty_like(factor, dtype=torch.bfloat16) for factor in args[:2])
@@ -105,7 +106,7 @@ def _of_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _signature(value: Any) -> Any:
-    """Hashable, and equal where values are of the same types, shapes and numbers."""
+    """Hashable, and equal for values of the same types, shapes and numbers."""
     kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return _META, value.shape, value.stride(), value.dtype, "meta" if value.is_meta else value.device
@@ -129,7 +130,7 @@ def _only_meta(shape: Any) -> bool:
 
 
 def _made(shape: Any) -> Any:
-    """Tensors of a signature."""
+    """Tensors with this signature."""
     if shape[0] is _META:
         return torch.empty_strided(shape[1], shape[2], dtype=shape[3], device="meta")
     return tuple(_made(part) for part in shape)

@@ -1,7 +1,7 @@
-"""Every allocation and release of one training step, in order, with what it is for.
+"""Every allocation and release of one training step, in order, with its purpose.
 
-The step runs on the meta device: operations give shapes, dtypes and lifetimes, but no memory. So a model of any size
-can be looked at on any machine.
+The step runs on the meta device: operations have shapes, dtypes and lifetimes, but use no memory. So a model of any
+size can be examined on any machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardproof.doctor.planning.known_results import KnownResults
 
 KINDS = ("weights", "gradients", "optimizer", "gathered", "reducing", "activations")
 WEIGHTS, GRADIENTS, OPTIMIZER, GATHERED, REDUCING, ACTIVATIONS = range(len(KINDS))
-# What lies elsewhere than where the model computes: what is offloaded, and activations that the host holds.
+# Kinds off the computing device: offloaded data, and activations that the host holds.
 HOME, HELD = len(KINDS), len(KINDS) + 1
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -35,13 +35,13 @@ _BY_HAND = {_c10d.send.default, _c10d.recv_.default}
 
 @dataclass
 class Trace:
-    """What happened between the begin and the end of a step.
+    """The events between the start and the end of a step.
 
     Attributes:
-        live: bytes of each storage that was there at the begin, by number.
-        events: the number of a storage that came, or its complement where it went.
-        sizes: bytes of each storage, by number; `kinds` what it was for, an index of `KINDS`, `HOME` or `HELD`.
-        marks: names of moments, and how many events came before.
+        live: bytes of each storage that existed at the start, by number.
+        events: the number of a storage that was allocated, or its complement if it was released.
+        sizes: bytes of each storage, by number; `kinds`: its purpose, an index of `KINDS`, `HOME` or `HELD`.
+        marks: names of moments, with the number of events before each.
     """
 
     live: list[int]
@@ -52,17 +52,17 @@ class Trace:
 
 
 class Ledger(TorchDispatchMode):
-    """While active, notes what comes and goes on the meta device.
+    """While active, records allocations and releases on the meta device.
 
     Args:
-        known: results of other ledgers.
-        yes: what a model hears that asks whether all values are such and such.
+        known: results from other ledgers.
+        yes: the answer to a model's question whether all values meet a condition.
 
     Attributes:
-        usual: the kind of what is not known to be anything else.
-        number: what whoever asks for a value hears; None lets that fail.
+        usual: the default kind.
+        number: the answer to a request for a value; None lets it fail.
         flops: floating-point operations of matrix products and attention so far.
-        calls: operations of torch so far.
+        calls: torch operations so far.
     """
 
     def __init__(self, known: KnownResults | None = None, yes: bool = True) -> None:
@@ -79,12 +79,12 @@ class Ledger(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and to say so at each operation takes half of the time
+        return False  # nothing is compiled here, and checking it at each operation would take half of the time
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is _SCALAR and args[0].is_meta:
             if args[0].dtype == torch.bool:
-                return self._yes  # models ask whether rows are without padding, and not packed
+                return self._yes  # models check whether rows have no padding and are not packed
             if self.number is not None:
                 return self.number
         kwargs = kwargs or {}
@@ -104,7 +104,7 @@ class Ledger(TorchDispatchMode):
         return out
 
     def _moved(self, func: Any, args: tuple[Any, ...]) -> None:
-        """The buffers of a collective: what it is for is known here. Exchanges by hand have it in their tag."""
+        """Record the buffers of a collective, whose purpose is known here. Manual exchanges have it in their tag."""
         reduces = func in _REDUCTIONS or (func in _BY_HAND and args[-1] % 2 == 1)
         if not reduces and func not in _GATHERS | _BY_HAND:
             return
@@ -114,7 +114,7 @@ class Ledger(TorchDispatchMode):
                     self.note(tensor, REDUCING if reduces else GATHERED, only=ACTIVATIONS)
 
     def note(self, tensor: torch.Tensor, kind: int | None = None, only: int | None = None) -> None:
-        """Know the storage of `tensor`, and what it is for; with `only`, unless it is known for something else."""
+        """Record the storage of `tensor` and its purpose; with `only`, unless it has another purpose already."""
         if not tensor.is_meta or type(tensor) not in _PLAIN:
             return
         storage = tensor.untyped_storage()
@@ -137,17 +137,17 @@ class Ledger(TorchDispatchMode):
         return gone
 
     def here(self) -> int:
-        """Bytes that are live where the model computes."""
+        """Live bytes on the computing device."""
         return sum(self.sizes[number] for number, _ in self._present.values() if self.kinds[number] < HOME)
 
     def mark(self, name: str) -> None:
-        """Name the present moment."""
+        """Name the current moment."""
         self.marks.append((name, len(self.events)))
 
     @contextmanager
     def step(self) -> Iterator[Trace]:
-        """Note one step; the trace is complete when the context ends. What is allocated is seen while this is active as
-        a mode; what goes is always seen."""
+        """Record one step; the trace is complete when the context ends. Allocations are seen while this mode is active,
+        releases always."""
         live = [number for number, _ in self._present.values()]
         trace = Trace(live)
         begin, self.marks = len(self.events), []
@@ -158,8 +158,7 @@ class Ledger(TorchDispatchMode):
 
 
 class FlashAttention(TorchFunctionMode):
-    """Attention as kernels compute it, without the matrix of all pairs: on the meta device torch would take its
-    formula apart."""
+    """Attention as kernels compute it, without the matrix of all pairs: on the meta device torch would decompose it."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -169,12 +168,13 @@ class FlashAttention(TorchFunctionMode):
 
     @staticmethod
     def backward(loss: torch.Tensor) -> None:
-        """`loss.backward()` with this mode active in recomputations: torch's own goes through modes, and hides them."""
+        """`loss.backward()` with this mode active in recomputations: torch's own is intercepted by modes, and disables
+        them inside."""
         _run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _all_of(indices: Any) -> list[torch.Tensor | None]:
-    """A mask among indices takes everything: what it holds is not known, and rows have no padding."""
+    """A mask among indices selects everything: its values are unknown, and rows have no padding."""
     found: list[torch.Tensor | None] = []
     for index in indices:
         mask = index is not None and index.is_meta and index.dtype == torch.bool
@@ -193,7 +193,7 @@ def _attend(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     out: torch.Tensor
-    if attn_mask is not None and attn_mask.dtype == torch.bool:  # kernels add it, so torch makes numbers of it first
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # kernels add it, so torch converts it to numbers first
         nothing = torch.scalar_tensor(float("-inf"), dtype=query.dtype, device=query.device)
         attn_mask = torch.where(attn_mask, 0.0, nothing)
     if query.shape[-1] == value.shape[-1]:
@@ -202,7 +202,7 @@ def _attend(
         return out
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention  # heads of values may have a size of their own
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention  # value heads may have another size
     if attn_mask is not None:
         attn_mask = attn_mask.expand(query.shape[0], query.shape[1], -1, -1)
     out = efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]

@@ -1,4 +1,5 @@
-"""Several machines in a plan: which groups of processes may hold a copy of the model, and what leaves a machine."""
+"""Several machines in a plan: which groups of processes may hold a copy of the model, and the traffic between
+machines."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ if TYPE_CHECKING:
 
 
 def groups_of(config: PlanConfig) -> dict[int, list[int]]:
-    """The numbers of processes to look at, and for each the groups that may hold a copy; 0 where all hold one. Without
-    --shard-group these are the processes of a machine, where there are several machines and several processes on each.
+    """The numbers of processes to consider, and for each the sizes of groups that may hold a copy; 0 if all processes
+    hold one. Without --shard-group this is the number of processes per machine, if there are several machines with
+    several processes each.
 
     Raises:
-        ConfigError: processes cannot be dealt out evenly to machines, copies, or groups that share rows.
+        ConfigError: processes cannot be divided evenly over machines, copies, or groups that share rows.
     """
     worlds = sorted(set(config.gpus))
     parts = (
@@ -31,12 +33,12 @@ def groups_of(config: PlanConfig) -> dict[int, list[int]]:
         if "gpus" in config.model_fields_set and left != worlds:
             world = next(world for world in worlds if world % number)
             raise ConfigError(
-                f"--gpus {world} cannot be spread evenly over {flag(name)} {number}: take a multiple of it."
+                f"--gpus {world} cannot be divided evenly by {flag(name)} {number}: use a multiple of it."
             )
         worlds = left
     if not worlds:
         raise ConfigError(
-            "No power of two up to 1,024 can be dealt out so: say with --gpus how many processes there are."
+            "No power of two up to 1,024 can be divided this way: give the number of processes with --gpus."
         )
     if config.shard_group:
         return {world: [config.shard_group % world] for world in worlds}
@@ -45,13 +47,13 @@ def groups_of(config: PlanConfig) -> dict[int, list[int]]:
 
 
 def sent(moved: Moved, config: PlanConfig, world: int, group: int) -> tuple[float, float]:
-    """Bytes that a rank sends in a step, and those of them that go to other machines."""
+    """The bytes that a rank sends in a step, and the part of them that goes to other machines."""
     row = group or world
     wire = (moved.gathered + moved.reduced) * (row - 1) / row + moved.exchanged
     hosts = [number * config.nodes // world for number in range(world)]
-    near = hosts[: config.sequence_parallel].count(0)  # of those that share rows with the first, on its machine
+    near = hosts[: config.sequence_parallel].count(0)  # ranks that share rows with the first, on its machine
     apart = moved.exchanged * (config.sequence_parallel - near) / max(config.sequence_parallel - 1, 1)
-    if group:  # then what came out of a reduction is all-reduced by those that hold the same part
+    if group:  # then reduced gradients are all-reduced among the ranks that hold the same part
         column = hosts[::group]
         part = 2 * moved.reduced / group
         between = part * part_to_others(column, 0, direct=False)

@@ -1,4 +1,4 @@
-"""What a run of `rlhf` holds beside the model it trains: models that are asked, a value that learns, answers."""
+"""The memory of an `rlhf` run besides the trained model: models that are not trained, a value model, answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FROZEN = "models that are not trained"
 
 
 def beside(config: RlhfDoctorConfig, asked: PlanConfig, source: str) -> dict[str, float]:
-    """Bytes that a process holds, by what they are for. `asked`: the plan of the trained model."""
+    """The bytes that a process holds, by purpose. `asked`: the plan of the trained model."""
     from shardproof.doctor.planning.plan import make_plan
 
     found: dict[str, float] = {}
@@ -29,7 +29,7 @@ def beside(config: RlhfDoctorConfig, asked: PlanConfig, source: str) -> dict[str
     whole = asked.model_copy(update=alone)
     for model, kind, stage, precision, offload in asked_only(config, source):
         place = (offload or asked.offload[0]).partition(":")[0]
-        place = "none" if asked.device == "cpu" and place != "nvme" else place  # as of the trained model
+        place = "none" if asked.device == "cpu" and place != "nvme" else place  # as for the trained model
         other = whole.model_copy(update={"model": model, "precision": precision, "offload": [place]})
         found[FROZEN] = found.get(FROZEN, 0.0) + kept_by(other, kind, stage)
     if config.rlhf_type == "ppo":
@@ -47,7 +47,7 @@ def beside(config: RlhfDoctorConfig, asked: PlanConfig, source: str) -> dict[str
 
 
 def kept_by(config: PlanConfig, auto: str, stage: int) -> float:
-    """Bytes of a model that is asked and never trained, between two questions."""
+    """The bytes of a model that is never trained, between its forward passes."""
 
     def live(rank: Rank) -> float:
         rank.ask(1, 16)
@@ -57,9 +57,9 @@ def kept_by(config: PlanConfig, auto: str, stage: int) -> float:
 
 
 def while_writing(config: PlanConfig, rows: int, prompt: int) -> float:
-    """The most that a process holds of the trained model while it writes so many answers at once to prompts of so many
-    tokens: the states of the optimizer among it, and what attention keeps of each token. Whole parameters may be held
-    besides, as far as memory is free (`inference_memory`)."""
+    """The peak memory of the trained model in a process that generates `rows` answers at once to prompts of `prompt`
+    tokens, including the optimizer state and the attention cache. Whole parameters may be held besides, as far as
+    memory is free (`inference_memory`)."""
 
     def most(rank: Rank) -> float:
         rank.step(1, 16)
@@ -69,21 +69,21 @@ def while_writing(config: PlanConfig, rows: int, prompt: int) -> float:
 
 
 def _at_full_depth(model: Any, config: PlanConfig, stage: int, measure: Callable[[Rank], float]) -> float:
-    """What is measured with a few blocks, with all of them."""
+    """A measurement at full depth, extrapolated from a few blocks."""
     blocks, offload = repeated_blocks(model), config.offload[0]
-    elsewhere = "all" if offload == "nvme" else offload  # the same lies elsewhere, in another place
+    elsewhere = "all" if offload == "nvme" else offload  # the same data is offloaded, to another place
     few = [2, 3] if blocks.groups > 3 else [blocks.groups]
     found = []
     for groups in few:
-        with fake_group(config.shard_group or config.gpus[0]), autocast_off_on_meta():  # so many hold a copy
+        with fake_group(config.shard_group or config.gpus[0]), autocast_off_on_meta():  # the number of ranks per copy
             part = keep_blocks(deepcopy(model), blocks.name, blocks.of(int(groups)) if len(few) > 1 else blocks.number)
             found.append(measure(Rank(part, config, stage, blocks, elsewhere)))
     return sum(share * found[few.index(groups)] for groups, share in line(few, blocks.groups))
 
 
 def asked_only(config: RlhfDoctorConfig, source: str) -> list[tuple[str, str, int, str, str | None]]:
-    """The models that are never trained, the class that loads each, its stage and its precision, and where it is kept,
-    if there is a place of its own."""
+    """The models that are never trained, with the class that loads each, its stage, its precision, and its own offload,
+    if any."""
 
     def of(source: str, auto: str, name: str) -> tuple[str, str, int, str, str | None]:
         stage = config.stage if config.frozen_stage is None else config.frozen_stage

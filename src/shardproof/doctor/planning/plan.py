@@ -1,4 +1,4 @@
-"""What a rank holds and moves at each stage, before anything is trained."""
+"""The memory and traffic of a rank at each stage, before anything is trained."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from shardproof.doctor.planning.sample import Sample
 
 
-# Of a weight's update: what is read, and all but the gradient written again. Weight, gradient, and what is kept of it.
+# Bytes per updated weight: weight, gradient and state are read, and all but the gradient written.
 UPDATE_BYTES = {"adamw": 28, "adamw_8bit": 16, "bf16": 14}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train, and what it takes of each rank.
+    """One way to train, and its cost on each rank.
 
     Attributes:
-        checkpointing: of activations, by the words of sft: False, True, "selective", or every n-th layer.
+        checkpointing: of activations, as in sft: False, True, "selective", or every n-th layer.
         held: bytes at the peak of a step, by kind (see `ledger.KINDS`).
-        activations: the most bytes of activations and temporaries at any moment.
+        activations: the maximum bytes of activations and temporaries at any moment.
         wire: bytes that the rank sends in a step.
         flops: operations in a step, recomputation included.
-        tokens: of a step, on all ranks.
-        seconds: of a step, at the speeds of the config: computing or moving, whichever takes longer; and then what is
-            updated where it was offloaded to.
+        tokens: tokens per step, on all ranks.
+        seconds: time per step, at the speeds of the config: computation or communication, whichever takes longer, plus
+            the update of offloaded weights.
         offload: none, optimizer, all, nvme.
-        home: bytes that lie in the host's memory, or on disks (nvme).
+        home: bytes offloaded to host memory, or to disks (nvme).
         kept: bytes of activations that the host keeps until backward.
         crossed: bytes that move between there and the device in a step.
-        shard_group: so many processes hold a copy of the model between them; 0 where all hold one.
-        between_nodes: bytes of `wire` that go to other machines, by each process of one.
+        shard_group: the number of processes that share a copy of the model; 0 if all share one.
+        between_nodes: the part of `wire` that goes to other machines, per process.
     """
 
     stage: int
@@ -69,31 +69,31 @@ class Candidate:
 
     @property
     def on_disk(self) -> float:
-        """Bytes that lie on disks."""
+        """Bytes on disks."""
         return self.home if self.offload == "nvme" else 0.0
 
     @property
     def on_host(self) -> float:
-        """Bytes that lie in the host's memory, activations among them."""
+        """Bytes in host memory, including activations."""
         return self.home - self.on_disk + self.kept
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Over all ranks."""
         return self.tokens / self.seconds
 
 
 @dataclass
 class Plan:
-    """What `shardproof plan` found.
+    """The result of `shardproof plan`.
 
     Attributes:
-        parameters, trainable: numbers of them.
-        notes: what the numbers leave out, or take for granted of this model.
-        rooms: bytes that a rank may take of the host's memory, and of disks.
-        whole: bytes of all gathered weights, at most.
-        candidates: all that were looked at; `fitting` those that fit into `limit` bytes, and into the room there is
-            elsewhere, the fastest first.
+        parameters, trainable: the number of parameters, and of trained ones.
+        notes: what the numbers leave out or assume about this model.
+        rooms: bytes of host memory, and of disks, that a rank may use.
+        whole: maximum bytes of all gathered weights.
+        candidates: all that were considered; `fitting`: those that fit into `limit` bytes and into the space for
+            offloaded data, the fastest first.
     """
 
     model: str
@@ -109,13 +109,14 @@ class Plan:
         return c.peak <= self.limit and self.has_room(c)
 
     def has_room(self, c: Candidate) -> bool:
-        """Whether there is room for what lies elsewhere."""
+        """Whether there is room for offloaded data."""
         return c.on_disk <= self.rooms["disk"] and c.on_host <= self.rooms["host"]
 
     @property
     def fitting(self) -> list[Candidate]:
-        """The fastest first. Speeds are not known to more than three digits; of what is as fast comes first what sends
-        least for a token, since not everything may hide behind computing, and then what holds least."""
+        """The fastest first. Speeds are not known to more than three digits; among equals, the candidate that sends the
+        least per token comes first, since communication may not overlap completely, and then the one that holds the
+        least."""
 
         def order(c: Candidate) -> tuple[float, ...]:
             speed = float(f"{c.tokens_per_second / c.world:.3g}")
@@ -124,13 +125,13 @@ class Plan:
         return sorted((c for c in self.candidates if self.fits(c)), key=order)
 
     def fastest(self, world: int, length: int | None = None) -> Candidate | None:
-        """On so many processes; of rows of so many tokens, or of any."""
+        """The fastest candidate on `world` processes, with rows of `length` tokens or of any length."""
         return next((c for c in self.fitting if c.world == world and length in (None, c.length)), None)
 
 
 def make_plan(config: PlanConfig, auto: str = CAUSAL, loss: Loss = "text", sample: Sample | None = None) -> Plan:
-    """Look at every combination that the config names. `auto`: the class of transformers that the model is loaded by;
-    `loss`: see `Rank`; `sample`: a row like all others (default: the one of `config.files`).
+    """Consider every combination in the config. `auto`: the transformers class that loads the model; `loss`: see
+    `Rank`; `sample`: the row that stands for all (default: from `config.files`).
 
     Raises:
         ConfigError: the model or a number in the config cannot be used.
@@ -165,9 +166,9 @@ def make_plan(config: PlanConfig, auto: str = CAUSAL, loss: Loss = "text", sampl
     results = KnownResults()
     ways = product(stages, config.offload, _runs(config, groups), config.max_length)
     for stage, offload, (worlds, runs), length in ways:
-        kept = "all" if offload == "nvme" else offload  # the same lies elsewhere, in another place
-        # On one process stages do not differ, but that stage 1 sends gradients home at the end of backward, and that
-        # stages 2 and 3 look at those of each micro-batch.
+        kept = "all" if offload == "nvme" else offload  # the same data is offloaded, to another place
+        # With one process stages do not differ, except that stage 1 offloads gradients at the end of backward, and
+        # stages 2 and 3 after each micro-batch.
         alike = worlds == [1] and (stage != 1 or kept == "none") and config.gradient_accumulation_steps == 1
         key = None if alike else stage, kept, worlds[-1], length
         if key not in known:
@@ -179,7 +180,7 @@ def make_plan(config: PlanConfig, auto: str = CAUSAL, loss: Loss = "text", sampl
         for world, again, micro in product(worlds, kinds, config.per_device_batch_size):
             repeated = blocks._replace(period=period_of(again, blocks.period)).groups
             for group in groups[world] if stage else [0]:
-                # With a copy in each group a rank holds and gathers what it would if the group were all there is.
+                # With a copy in each group, a rank holds and gathers the same as if the group were the whole world.
                 what = known[key][again].at(repeated, group or world, micro)
                 parts = (group or world) if stage else 1
                 way = (stage, world, again, micro, length)
@@ -191,7 +192,7 @@ def make_plan(config: PlanConfig, auto: str = CAUSAL, loss: Loss = "text", sampl
 
 
 def loss_of(config: PlanConfig) -> tuple[str, Loss]:
-    """The class of transformers and the loss of a run of sft: what `make_plan` takes besides the config."""
+    """The transformers class and the loss of an sft run, as arguments of `make_plan`."""
     kinds: dict[str, tuple[str, Loss]] = {
         "seq_cls": (SCORER, "scores"),
         "reranker": (SCORER, "scores"),
@@ -210,17 +211,17 @@ def stages_of(text: str) -> list[int]:
     except ValueError:
         stages = [-1]
     if not set(stages) <= {0, 1, 2, 3}:
-        raise ConfigError(f"--stage {text}: name some of 0,1,2,3, or all.")
+        raise ConfigError(f"--stage {text}: give one or more of 0,1,2,3, or all.")
     return stages
 
 
 def _runs(config: PlanConfig, groups: dict[int, list[int]]) -> Iterator[tuple[list[int], Sequence[int]]]:
-    """Which numbers of ranks are asked for, and which are run for them: a single process differs from several. Runs of
-    `groups` stand for copies in groups of ranks."""
+    """The numbers of ranks to plan for, and the numbers to run for them: a single process differs from several. Runs
+    with `groups` stand for copies in groups of ranks."""
     if 1 in groups:
         yield [1], [1]
     several = [n for n in sorted(groups) if n > 1]
-    hold = sorted({group or world for world in several for group in groups[world]})  # so many hold a copy
+    hold = sorted({group or world for world in several for group in groups[world]})  # ranks per copy
     least = max(2, config.sequence_parallel)
     if several:
         yield several, hold if len(hold) == 1 and not hold[0] % least else (least, 4 * least)
@@ -234,7 +235,7 @@ def _candidate(
     updated: float,
     group: int,
 ) -> Candidate:
-    """`updated`: how many weights the rank updates; `group`: of how many ranks each group holds a copy, or 0."""
+    """`updated`: the number of weights that the rank updates; `group`: the number of ranks per copy, or 0."""
     from shardproof.doctor.planning.ledger import KINDS
 
     _, world, _, micro, length = way

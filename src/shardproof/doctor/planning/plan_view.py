@@ -21,9 +21,9 @@ from shardproof.train.options.config import EIGHT_BITS, SELECTIVE
 COLOURS = ("blue", "magenta", "cyan", "green", "yellow", "white")
 LOOK = {kind: (glyph, colour) for kind, glyph, colour in zip(KINDS, "█▓▒◆▞░", COLOURS, strict=True)}
 BAR, LEAST = 36, 10  # characters
-BARS = 5  # the place of the bars among the columns
-LEGEND = """again: --gradient-checkpointing; rows: as many at once as fit
-GB: of each process at most; sent: by each in a step; tokens/s: of all"""
+BARS = 5  # the index of the column with the bars
+LEGEND = """again: --gradient-checkpointing; rows: the most at once that fit GB: peak per process; sent: by each in a
+step; tokens/s: of all"""
 
 
 def as_json(plan: Plan) -> str:
@@ -42,31 +42,31 @@ def as_json(plan: Plan) -> str:
 
 
 def show(plan: Plan, config: PlanConfig, console: Console) -> None:
-    """Print it."""
+    """Print the plan."""
     share = f", {plan.trainable / 1e6:,.1f} M of them trained" if plan.trainable != plan.parameters else ""
     console.print(
         f"{plan.model}: {_count(plan.parameters)} parameters{share}; {_ways(config)}\n"
-        f"memory: {config.gpu_memory:g} GB a process, {gigabytes(plan.limit)} of it for tensors (--headroom)\n"
-        f"speeds taken: {config.tflops:g} TFLOP/s, {config.bandwidth:g} GB/s on the wire (--tflops, --bandwidth);"
-        " what moves is hidden behind what computes, or the other way round",
+        f"memory: {config.gpu_memory:g} GB per process, {gigabytes(plan.limit)} of it for tensors (--headroom)\n"
+        f"assumed speeds: {config.tflops:g} TFLOP/s, {config.bandwidth:g} GB/s of communication (--tflops, "
+        "--bandwidth); computation and communication overlap",
         highlight=False,
     )
     if config.nodes > 1:
         console.print(
-            f"machines: {config.nodes}, of which each sends {config.node_bandwidth:g} GB/s to others (--nodes, "
+            f"machines: {config.nodes}, each of which sends {config.node_bandwidth:g} GB/s to others (--nodes, "
             "--node-bandwidth)",
             highlight=False,
         )
     if set(config.offload) != {"none"} or config.activation_offloading:
         console.print(
-            f"elsewhere: {config.host_memory:g} GB of the host a process at {config.host_bandwidth:g} GB/s, "
-            f"{config.disk:g} GB of disks at {config.disk_bandwidth:g} GB/s (--host-memory, --disk, ...)",
+            f"offloading: {config.host_memory:g} GB of host memory per process at {config.host_bandwidth:g} GB/s, "
+            f"{config.disk:g} GB of disk at {config.disk_bandwidth:g} GB/s (--host-memory, --disk, ...)",
             highlight=False,
         )
     for length in config.max_length:
         worlds = sorted({c.world for c in plan.candidates})
         if len(worlds) > 2:
-            console.print(f"\nrows of {length} tokens in the fastest way that fits, and GB a process")
+            console.print(f"\nrows of {length} tokens in the fastest way that fits, and GB per process")
             console.print(_by_world(plan, worlds, length))
             console.print(_legend(plan, config.nodes), highlight=False)
         else:
@@ -74,7 +74,7 @@ def show(plan: Plan, config: PlanConfig, console: Console) -> None:
                 console.print(f"\n{world} process(es), rows of {length} tokens")
                 console.print(_bars(plan, world, length, console.width))
                 if any(c.home or c.kept for c in plan.candidates):
-                    console.print("GB that lie elsewhere, and that move there and back in a step:")
+                    console.print("GB that are offloaded, and that move there and back in a step:")
                     console.print(_elsewhere(plan, world, length))
     if len({c.world for c in plan.candidates}) <= 2:
         console.print(LEGEND, highlight=False)
@@ -83,15 +83,15 @@ def show(plan: Plan, config: PlanConfig, console: Console) -> None:
         console.print(_activations(plan))
     for note in plan.notes:
         console.print(f"note: {note}", style="yellow", highlight=False)
-    console.print(verdict(plan, config), highlight=False, soft_wrap=True)  # there is a command in it, to be copied
+    console.print(verdict(plan, config), highlight=False, soft_wrap=True)  # it contains a command to copy
 
 
 def _ways(config: PlanConfig) -> str:
-    """What is the same for all candidates."""
+    """The settings that are the same for all candidates."""
     optimizer = {"adamw": "AdamW", EIGHT_BITS: "AdamW in eight bits"}.get(config.optimizer, config.optimizer)
     words = [config.tuner, config.precision, f"{optimizer} in bf16" if config.stochastic_rounding else optimizer]
     if config.gradient_accumulation_steps > 1:
-        words.append(f"{config.gradient_accumulation_steps} micro-batches a step")
+        words.append(f"{config.gradient_accumulation_steps} micro-batches per step")
     if config.sequence_parallel > 1:
         words.append(f"each row on {config.sequence_parallel} processes")
     switches = ("packing", "chunked_loss", "activation_offloading")
@@ -103,18 +103,19 @@ def verdict(plan: Plan, config: PlanConfig) -> str:
     if not plan.fitting:
         least = min(plan.candidates, key=lambda c: c.peak)
         return (
-            f"Nothing fits. The least is {gigabytes(least.peak)} GB a process ({_options(least)}): take more processes "
+            f"Nothing fits. The minimum is {gigabytes(least.peak)} GB per process ({_options(least)}): use more "
+            "processes "
             "(--gpus), shorter rows (--max-length), LoRA (--tuner lora), or --offload."
         )
     world = max(c.world for c in plan.candidates)
     best = plan.fastest(world) or plan.fitting[0]
     said = (
-        f"Fastest that fits on {best.world}: {_options(best)}; {gigabytes(best.peak)} GB a process, "
-        f"about {best.tokens_per_second:,.0f} tokens/s at the speeds taken."
+        f"Fastest that fits on {best.world}: {_options(best)}; {gigabytes(best.peak)} GB per process, about "
+        f"{best.tokens_per_second:,.0f} tokens/s at the assumed speeds."
     )
     spare = int(min(plan.limit - best.peak, plan.whole) / 1e9)
     if best.stage == 3 and best.world > 1 and spare and not config.keep_gathered:
-        said += f" With what is left it gathers less: --keep-gathered {spare}."
+        said += f" The remaining memory can save gathers: --keep-gathered {spare}."
     if config.nodes == 1:
         return said
     machines = f" {gigabytes(best.between_nodes * best.world / config.nodes)} GB leave each machine in a step"
@@ -128,7 +129,7 @@ def verdict(plan: Plan, config: PlanConfig) -> str:
 
 
 def gigabytes(size: float) -> str:
-    """In units of 10^9 bytes, with three digits or so."""
+    """In units of 10^9 bytes, with about three digits."""
     number = size / 1e9
     return f"{number:.1f}" if number >= 10 else f"{number:.2f}" if number >= 0.1 else f"{number:.2g}"
 
@@ -141,7 +142,7 @@ def _options(c: Candidate) -> str:
 
 
 def in_words(again: Checkpointing) -> str:
-    """A kind of checkpointing, in the words of sft."""
+    """A kind of checkpointing, as a value of sft's option."""
     return {True: "yes", False: "no"}[again] if isinstance(again, bool) else str(again)
 
 
@@ -161,7 +162,8 @@ def best_rows(plan: Plan, found: Iterable[Candidate]) -> Candidate:
 
 
 def _elsewhere(plan: Plan, world: int, length: int) -> Table:
-    """What is offloaded at each stage, where rows and checkpointing make no difference; of activations, the most."""
+    """The offloaded data at each stage, which does not depend on rows and checkpointing; for activations, the
+    maximum."""
     table = Table(box=None, pad_edge=False)
     activations = any(c.kept for c in plan.candidates)
     more = ["activations, at most"] if activations else []
@@ -169,7 +171,7 @@ def _elsewhere(plan: Plan, world: int, length: int) -> Table:
         table.add_column(name, justify="left" if name in ("stage", "offload") else "right")
     here = [c for c in plan.candidates if (c.world, c.length) == (world, length) and (c.home or c.kept)]
     for c in {(c.stage, c.offload): c for c in sorted(here, key=lambda c: c.kept)}.values():
-        room = Text("") if plan.has_room(c) else Text("more than there is", "red")
+        room = Text("") if plan.has_room(c) else Text("more than available", "red")
         kept = [gigabytes(c.kept)] if activations else []
         table.add_row(str(c.stage), c.offload, gigabytes(c.home), *kept, gigabytes(c.crossed), room)
     return table
@@ -220,7 +222,7 @@ def _bars(plan: Plan, world: int, length: int, width: int) -> Table:
 
 
 def bar(c: Candidate, scale: float, limit: float, wide: int) -> Text:
-    """What is held, by kind; `|` where memory ends. `wide` characters wide."""
+    """The memory by kind; `|` marks the limit. `wide` characters wide."""
     text, filled, done = Text(), 0.0, 0
     for kind, size in c.held.items():
         filled += size
@@ -255,15 +257,15 @@ def _activations(plan: Plan) -> Table:
 
 
 def _legend(plan: Plan, nodes: int) -> str:
-    """Of the table over numbers of processes."""
+    """The legend of the table over numbers of processes."""
     found = dict.fromkeys(c.checkpointing for c in plan.candidates if c.checkpointing)
     marks = [f"{_mark(k)}: with gradient checkpointing {in_words(k)}".removesuffix(" yes") for k in found]
     copies = ["/8: a copy in every 8 (--shard-group)"] if nodes > 1 else []
-    return "; ".join([*marks, *copies, "-: nothing fits, and what the least takes"])
+    return "; ".join([*marks, *copies, "-: nothing fits; the minimum is shown"])
 
 
 def _by_world(plan: Plan, worlds: list[int], length: int) -> Table:
-    """For each number of processes and stage the fastest way that fits, or what the least would take."""
+    """For each number of processes and stage, the fastest way that fits, or the minimum that would be needed."""
     table = Table(box=None, pad_edge=False)
     table.add_column("processes", justify="right")
     stages = sorted({c.stage for c in plan.candidates})

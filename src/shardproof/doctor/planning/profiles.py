@@ -1,4 +1,4 @@
-"""Steps that were run at a few sizes, and what follows from them for every other size."""
+"""Steps run at a few sizes, and the extrapolation to every other size."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ if TYPE_CHECKING:
 
     from shardproof.doctor.planning.sample import Sample
 
-# The runs from which other numbers follow, see `Profile`. One row is a case of its own: a tensor with a dimension of
-# one is contiguous where others are copied.
+# The runs to extrapolate from, see `Profile`. One row is a special case: a tensor with a dimension of one is contiguous
+# where others have to be copied.
 ROWS = (2, 3)
-MANY = 50_000  # operations of torch in a step; blocks of a usual kind take some hundreds
+MANY = 50_000  # torch operations in a step; usual blocks take some hundreds
 
 log = logging.getLogger("shardproof")
 
-Terms = list[tuple[Step, float]]  # steps, and how much each counts for
+Terms = list[tuple[Step, float]]  # steps and their coefficients
 
 
 class Profile:
-    """Steps of one model, stage, length and kind of checkpointing, run at a few sizes; every other size follows.
+    """Steps of one model, stage, length and kind of checkpointing, run at a few sizes; every other size is
+    extrapolated.
 
-    At one moment of a step what is live is linear in the number of blocks and in the rows, and in 1 / ranks where rows
-    do not matter.
+    At a given moment of a step, live memory is linear in the number of blocks and in the rows, and, for the part that
+    does not depend on rows, in 1 / ranks.
 
     Args:
-        runs: steps by (blocks, ranks, rows), those of the second number of ranks for one number of rows only.
+        runs: steps by (blocks, ranks, rows); those with the second number of ranks for one number of rows only.
     """
 
     def __init__(self, runs: dict[tuple[float, int, int], Step]) -> None:
@@ -53,7 +54,7 @@ class Profile:
         self.worlds = list(dict.fromkeys(w for _, w, _ in runs))
 
     def at(self, blocks: float, world: int, micro: int) -> Found:
-        """What a step takes with so many blocks, ranks and rows."""
+        """The cost of a step with these numbers of blocks, ranks and rows."""
         depths = [
             (share, self._in_rows(depth, micro), self._other_ranks(depth, world))
             for depth, share in line(self.depths, blocks)
@@ -72,14 +73,14 @@ class Profile:
         )
 
     def _in_rows(self, depth: float, micro: int) -> Terms:
-        """The steps on the first number of ranks that make up one of `micro` rows."""
+        """The combination of steps on the first number of ranks that gives a step with `micro` rows."""
         known = self.runs.get((depth, self.worlds[0], micro))
         if known is not None:
             return [(known, 1.0)]
         return [(self.runs[depth, self.worlds[0], rows], factor) for rows, factor in line(list(ROWS), micro)]
 
     def _other_ranks(self, depth: float, world: int) -> Terms:
-        """What is to be added on `world` ranks instead of the first number of them."""
+        """The terms to add for `world` ranks instead of the first number of ranks."""
         if len(self.worlds) == 1:
             return []
         first, second = self.worlds
@@ -89,8 +90,8 @@ class Profile:
 
 
 class Found(NamedTuple):
-    """What a step takes: bytes by kind at the peak, those that lie elsewhere, those of activations that the host keeps,
-    the most of activations here, and what is computed and moved."""
+    """The cost of a step: bytes by kind at the peak, offloaded bytes, bytes of activations that the host keeps, the
+    maximum of activations on the device, and what is computed and moved."""
 
     held: np.ndarray
     home: float
@@ -100,7 +101,7 @@ class Found(NamedTuple):
 
 
 def line(known: Sequence[float], wanted: float) -> list[tuple[Any, float]]:
-    """The factors with which what was seen at one or two places gives what is there at `wanted`, on a straight line."""
+    """The coefficients of the values at one or two known points for linear interpolation at `wanted`."""
     if len(known) == 1:
         return [(known[0], 1.0)]
     share = (wanted - known[0]) / (known[1] - known[0])
@@ -108,8 +109,8 @@ def line(known: Sequence[float], wanted: float) -> list[tuple[Any, float]]:
 
 
 def _fullest(in_rows: Terms, other_ranks: Terms, key: Key) -> np.ndarray:
-    """Bytes by kind at the fullest moment of the device in a segment of a sum of steps, and the most that lies
-    elsewhere at any moment of it."""
+    """Bytes by kind at the device's peak in a segment of a sum of steps, and the maximum of offloaded bytes at any
+    moment of it."""
     rows, ranks = ([(factor, step.segments[key]) for step, factor in terms] for terms in (in_rows, other_ranks))
     found = _added([*rows, *ranks])
     if len(found) > 1:
@@ -119,8 +120,8 @@ def _fullest(in_rows: Terms, other_ranks: Terms, key: Key) -> np.ndarray:
 
 
 def _added(terms: list[tuple[float, Columns]]) -> list[tuple[float, Columns]]:
-    """One sum, moment by moment, since the fullest one is another with more rows or ranks; the terms themselves where
-    their moments are not the same: a buffer was made anew in one of them."""
+    """The sum moment by moment, since the peak may be at another moment with more rows or ranks; the terms themselves
+    if their moments do not match, as when a buffer was reallocated in one of them."""
     if len({columns.shape for _, columns in terms}) > 1:
         return terms
     return [(1.0, np.sum([factor * columns for factor, columns in terms], axis=0))]
@@ -143,7 +144,7 @@ def profile(
     loss: Loss = "text",
     sample: Sample | None = None,
 ) -> dict[Checkpointing, Profile]:
-    """Run steps at each number of ranks, at two depths, of one and two rows; by kind of checkpointing.
+    """Run steps at each number of ranks, at two depths, with a few numbers of rows; by kind of checkpointing.
 
     `way`: the stage, and what is offloaded; `loss` and `sample`: see `Rank`.
 
@@ -159,7 +160,7 @@ def profile(
             depth = blocks.of(int(repeated)) if len(groups) > 1 else blocks.number
             part = keep_blocks(deepcopy(model), blocks.name, depth)
             rank = Rank(part, config, way[0], blocks, way[1], results, loss, sample)
-            rank.step(rows[0], length, clip=False)  # states of the optimizer are made, what follows what is learned
+            rank.step(rows[0], length, clip=False)  # creates optimizer state, and lets the engine learn its plan
             _say_if_slow(rank, config, results)
             for again in checkpointing:
                 checkpoint(part, again, config)
@@ -169,12 +170,12 @@ def profile(
 
 
 def _say_if_slow(rank: Rank, config: PlanConfig, results: KnownResults) -> None:
-    """Once: state-space models without their fused kernels take a row token by token."""
+    """Warn once: state-space models without their fused kernels process a row token by token."""
     if rank.ledger.calls > MANY and not results.told:
         results.told = True
         log.warning(
-            "--model %s takes %d operations a step, as if it went through rows token by token: this may take minutes. "
-            "It is quicker with a shorter --max-length.",
+            "--model %s takes %d operations per step, as if it processed rows token by token: this may take minutes. A "
+            "shorter --max-length is faster.",
             config.model,
             rank.ledger.calls,
         )
@@ -182,7 +183,7 @@ def _say_if_slow(rank: Rank, config: PlanConfig, results: KnownResults) -> None:
 
 @contextmanager
 def _told(model: Any, config: PlanConfig, length: int) -> Iterator[None]:
-    """Whatever a model raises that asks its tensors for values, as an error that says so."""
+    """Turn errors of a model that needs values of its tensors into an error that explains it."""
     try:
         yield
     except ShardproofError:
@@ -192,14 +193,16 @@ def _told(model: Any, config: PlanConfig, length: int) -> Iterator[None]:
             raise
         inner = without_adapters(model)
         known = getattr(inner.config.get_text_config(), "max_position_embeddings", None) or length
-        adapters = ", or --target-modules names what is no linear layer (experts)" if config.tuner != "full" else ""
+        adapters = (
+            ", or --target-modules names modules that are not linear layers (experts)" if config.tuner != "full" else ""
+        )
         if length > known:
             raise ConfigError(
-                f"--max-length {length}: a {type(inner).__name__} knows {known} positions. Take --max-length {known} "
-                f"or less.\n({type(error).__name__}: {first_line(error)})"
+                f"--max-length {length}: a {type(inner).__name__} has {known} positions. Use --max-length {known} or "
+                f"less.\n({type(error).__name__}: {first_line(error)})"
             ) from error
         raise ConfigError(
             f"--model {config.model}: a step of {type(inner).__name__} cannot be run on shapes alone: "
-            f"{type(error).__name__}: {first_line(error)}\nPerhaps what it computes depends on values, or it takes "
-            f"more than text{adapters}. 'shardproof doctor' runs two real steps; --debug shows where this one ends."
+            f"{type(error).__name__}: {first_line(error)}\nPerhaps its computation depends on values, or it takes more "
+            f"than text{adapters}. 'shardproof doctor' runs two real steps; --debug shows where this one fails."
         ) from error

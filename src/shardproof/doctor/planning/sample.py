@@ -1,4 +1,4 @@
-"""A row with files, as the model's processor turns it into tensors: what towers compute in a plan."""
+"""A row with files, turned into tensors by the model's processor, as input for towers in a plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardproof.data.rows import Row
     from shardproof.doctor.config import PlanConfig
 
-FORMS = {  # of --files, for each kind of file
+FORMS = {  # the format of --files for each kind of file
     "image": "image=WIDTHxHEIGHT",
     "audio": "audio=SECONDS",
     "video": "video=WIDTHxHEIGHTxFRAMES",
@@ -33,11 +33,12 @@ class Sample:
     """One row with files.
 
     Attributes:
-        tensors: by name, as the collator of media makes them of this row alone: `input_ids` of shape (1, tokens), the
-            rest as the model takes it; a list has an element for each row.
-        axes: by name of a tensor, along which dimension the model takes several rows; any other it takes once.
-        counts: files of each kind.
-        what: the row in words.
+        tensors: by name, as the media collator makes them from this row alone: `input_ids` of shape (1, tokens), the
+            rest in the model's format; a list has an element for each row.
+        axes: by name of a tensor, the dimension along which several rows are concatenated; other tensors are passed
+            once.
+        counts: the number of files of each kind.
+        what: a description of the row.
     """
 
     tensors: Mapping[str, Any]
@@ -51,11 +52,11 @@ class Sample:
 
     @property
     def parts(self) -> set[str]:
-        """The parts of a model that such a row passes through, beside the language model."""
+        """The parts of a model that such a row passes through, besides the language model."""
         return {part for part, kinds in FED_BY.items() if any(self.counts[kind] for kind in kinds)}
 
     def batch(self, micro: int, length: int) -> dict[str, Any]:
-        """`micro` such rows, each filled up with text to `length` tokens. Nothing is padding, and all is learnt.
+        """`micro` such rows, each filled up with text to `length` tokens, without padding, and with all tokens learned.
 
         Raises:
             ConfigError: the row is longer.
@@ -65,8 +66,8 @@ class Sample:
 
         if self.tokens > length:
             raise ConfigError(
-                f"--max-length {length}: a row with {self.what} has {self.tokens} tokens, and sft leaves it out. "
-                f"Take --max-length {self.tokens} or more, or smaller files."
+                f"--max-length {length}: a row with {self.what} has {self.tokens} tokens, so sft would leave it out. "
+                f"Use --max-length {self.tokens} or more, or smaller files."
             )
         ids = self.tensors["input_ids"]
         text = int(ids[0, -1])
@@ -83,10 +84,10 @@ class Sample:
 
 
 def described(config: PlanConfig) -> Sample | None:
-    """The row that `--files` tells of, or None.
+    """The row that `--files` describes, or None.
 
     Raises:
-        ConfigError: no such row can be made for this model.
+        ConfigError: such a row cannot be made for this model.
     """
     if not config.files:
         return None
@@ -98,21 +99,21 @@ def described(config: PlanConfig) -> Sample | None:
 
     files, recipe = files_in(config.files), recipe_for(config)
     if config.task != "causal_lm":
-        raise ConfigError(f"--files: plans of --task {config.task} count rows of text.")
+        raise ConfigError(f"--files: plans for --task {config.task} support text rows only.")
     check_options(recipe)
     if config.packing:
-        raise ConfigError("--files and --packing: plans count rows with files one by one. Leave one of them out.")
+        raise ConfigError("--files and --packing: plans do not pack rows with files. Leave one of them out.")
     source = source_of(config)
     processing = None if source == TINY or Path(source).is_file() else load_processing(source, recipe)
     if processing is tokenizer_of(processing):
         raise ConfigError(
-            f"--files {' '.join(config.files)}: {config.model} has no processor of files. Name the folder or hub id of"
-            " a model that takes them, with its processor."
+            f"--files {' '.join(config.files)}: {config.model} has no processor for files. Give the folder or hub id "
+            "of a model that takes them, with its processor."
         )
     encoder = MediaEncoder(processing, media_limits(recipe, processing))
     lacking = [kind for kind in files if kind not in encoder.takes]
     if lacking:
-        raise ConfigError(f"--files: {config.model} takes {', '.join(encoder.takes)}, and no {lacking[0]}.")
+        raise ConfigError(f"--files: {config.model} takes {', '.join(encoder.takes)}, but not {lacking[0]}.")
     parts = [{"type": kind, kind: kind} for kind, those in files.items() for _ in those]
     turns = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
     row = Row([*turns, {"role": "assistant", "content": "."}], "--files", 1)
@@ -125,10 +126,10 @@ def described(config: PlanConfig) -> Sample | None:
 
 
 class Joined:
-    """Packed rows as if each were one conversation, with all its files. Its attributes are as those of `MediaRows`.
+    """Packed rows as if each were one conversation, with all its files. Its attributes are those of `MediaRows`.
 
-    Rows without files are left out of it: what stands for text is text in any case, and plain rows would be longer as
-    turns of a template than they are.
+    Rows without files are left out: the plan fills up with text anyway, and plain rows would become longer as turns of
+    a template.
     """
 
     def __init__(self, packed: PackedMediaRows) -> None:
@@ -153,10 +154,10 @@ class Joined:
 
 
 def heaviest(rows: MediaRows | Joined, encoder: Any) -> Sample | None:
-    """The row whose files take most tokens, of rows of embeddings the text; None where no row has files.
+    """The row whose files take the most tokens, or for embeddings the text; None if no row has files.
 
     Args:
-        encoder: of the run, as its recipe gives it.
+        encoder: the encoder of the run's recipe.
 
     Raises:
         ConfigError: it cannot be read again.
@@ -176,7 +177,9 @@ def heaviest(rows: MediaRows | Joined, encoder: Any) -> Sample | None:
 
     texts = [texts_of(one) if "lengths" in one else [one["input_ids"]] for one in rows.encoded]
     weights = [[int(np.isin(ids, places).sum()) for ids in each] for each in texts]
-    if not any(map(any, weights)):  # of some processors the mark of a file is no token: then the longest that has any
+    if not any(
+        map(any, weights)
+    ):  # with some processors a file's mark is not a token: then the longest row with any files
         every = zip(texts, map(conversations, rows.rows), strict=True)
         weights = [[len(i) * has_files(row.messages) for i, row in zip(*both, strict=True)] for both in every]
     most = max(range(len(weights)), key=lambda number: max(weights[number]))
@@ -192,7 +195,7 @@ def heaviest(rows: MediaRows | Joined, encoder: Any) -> Sample | None:
 
 
 def longest(rows: Any) -> Sample | None:
-    """The longest row with files of pairs or prompts, its longer answer behind it; None where none has any.
+    """The longest row with files among pairs or prompts, followed by its longer answer; None if no row has files.
 
     Raises:
         ConfigError: it cannot be read again.
@@ -207,7 +210,7 @@ def longest(rows: Any) -> Sample | None:
     except Problem as problem:
         raise ConfigError(f"{what}: {problem}") from None
     turns = max(examples.example_of(row)[1], key=lambda turns: len(str(turns)))
-    answer = [] if turns[-1]["role"] == "assistant" else [{"role": "assistant", "content": "."}]  # which is generated
+    answer = [] if turns[-1]["role"] == "assistant" else [{"role": "assistant", "content": "."}]  # it will be generated
     return _sample(encoder, replace(row, messages=[*turns, *answer]), files, what)
 
 
@@ -223,7 +226,8 @@ def _sample(encoder: MediaEncoder, row: Row, files: dict[str, list[Any]], what: 
 
 
 def _axes(encoder: MediaEncoder, row: Row, files: dict[str, list[Any]], alone: Mapping[str, Any]) -> dict[str, int]:
-    """Where two such rows are more than one `alone`: most are stacked, patches of MiniCPM-V stand side by side."""
+    """The dimension in which two such rows are larger than one `alone`: most tensors are stacked; MiniCPM-V's patches
+    are side by side."""
     try:
         both = encoder.batch([row] * 2, [files] * 2)
     except Problem:  # then a batch is made row by row
@@ -234,10 +238,10 @@ def _axes(encoder: MediaEncoder, row: Row, files: dict[str, list[Any]], alone: M
 
 
 def files_in(words: Sequence[str]) -> dict[str, list[list[float]]]:
-    """The sizes of the files of each kind in the words of `--files`.
+    """The sizes of the files of each kind in the values of `--files`.
 
     Raises:
-        ConfigError: a word has another form.
+        ConfigError: a value has another format.
     """
     found: dict[str, list[list[float]]] = {}
     for word in words:
@@ -253,7 +257,7 @@ def files_in(words: Sequence[str]) -> dict[str, list[list[float]]]:
 
 
 def _made(kind: str, size: list[float], rate: int) -> Any:
-    """A file of this size with nothing in it. Pictures are white, since zeros are what some models take for padding."""
+    """A file of this size without content. Images are white, since some models take zeros for padding."""
     import numpy as np
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""What stands in, on the meta device, for things that are somewhere else: other ranks, the host, kernels."""
+"""Stand-ins on the meta device for what does not exist there: other ranks, the host, kernels."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ META = torch.device("meta")
 
 
 class ImaginedHome(Home):
-    """A second place on the meta device: the ledger tells apart what lies there.
+    """A second place on the meta device, which the ledger distinguishes.
 
     Attributes:
-        crossed: bytes that were brought from here or placed here.
+        crossed: bytes moved from or to this place.
     """
 
     def __init__(self, ledger: Ledger, frozen: bool) -> None:
@@ -57,7 +57,7 @@ class ImaginedHome(Home):
 
     def bring(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         self.crossed += values.nbytes
-        return torch.empty_like(values).to(dtype)  # it is cast where it arrives
+        return torch.empty_like(values).to(dtype)  # it is cast at its destination
 
     def settle(self) -> None:
         self._leaving = []
@@ -67,7 +67,7 @@ class ImaginedHost(HeldByHost):
     """`--activation-offloading` between two places on the meta device.
 
     Attributes:
-        crossed: bytes that went away or came back.
+        crossed: bytes moved there or back.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -86,15 +86,15 @@ class ImaginedHost(HeldByHost):
 
 
 class Unfilled(TorchFunctionMode):
-    """Leaves out the drawing of weights by chance: on the meta device it takes time (3 ms for each linear layer), and
-    there is nothing to fill."""
+    """Skips random initialisation: on the meta device it takes time (3 ms for each linear layer), and there is nothing
+    to fill."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return args[0] if func in (torch.Tensor.uniform_, torch.Tensor.normal_) else func(*args, **(kwargs or {}))
 
 
 class AdamWStates(torch.optim.Optimizer):
-    """What fused AdamW keeps, without its arithmetic: its kernel takes no other memory, and refuses the meta device."""
+    """Fused AdamW's state without its arithmetic: its kernel needs no other memory, but refuses the meta device."""
 
     def __init__(self, params: Any, lr: float = 1e-3, **options: Any) -> None:
         super().__init__(params, {"lr": lr, **options})
@@ -109,8 +109,8 @@ class AdamWStates(torch.optim.Optimizer):
 
 @contextmanager
 def autocast_off_on_meta() -> Iterator[None]:
-    """PEFT turns autocast off around adapters of experts, TRL asks whether it is on, and torch knows none of the meta
-    device. The one place where something of torch is exchanged for a while: there is no other seam, and nothing is
+    """PEFT disables autocast around adapters on experts, TRL asks whether it is on, and torch does not support it on
+    the meta device. This is the only place where torch is patched temporarily: there is no other way, and nothing is
     trained in this process."""
     real, is_on = torch.autocast, torch.is_autocast_enabled
 
@@ -122,28 +122,28 @@ def autocast_off_on_meta() -> Iterator[None]:
 
 
 def distilled(logits: torch.Tensor, ids: torch.Tensor, written: bool) -> torch.Tensor:
-    """GKD's loss, with a teacher's logits beside them; every token is learnt. `written`: as in sft, too."""
+    """GKD's loss, with a teacher's logits as well; every token is learned. `written`: plus the loss of sft."""
     from trl.experimental.gkd import GKDTrainer
 
     teacher, learnt = torch.empty_like(logits.detach()), torch.ones_like(logits[:, 1:, :1], dtype=torch.bool)
     apart = GKDTrainer.generalized_jsd_loss(logits[:, :-1], teacher[:, :-1], beta=0.5, reduction="none")
-    loss: torch.Tensor = torch.where(learnt, apart, 0.0).sum()  # a copy, as of what is learnt
+    loss: torch.Tensor = torch.where(learnt, apart, 0.0).sum()  # a copy, like the selection of learned tokens
     if written:
         loss = loss + torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
     return loss
 
 
 class Taught(NamedTuple):
-    """GKD's loss in so many of the teacher's likeliest tokens, and as in sft besides, or not."""
+    """GKD's loss over this many of the teacher's likeliest tokens, optionally plus the loss of sft."""
 
     topk: int
     written: bool
 
     def of(self, model: Any, inputs: dict[str, Any], ids: torch.Tensor) -> torch.Tensor:
-        """What the teacher says is there before the model is asked.
+        """The loss; the teacher's output exists before the model runs.
 
         Raises:
-            ConfigError: the model has no head that could be met a few tokens at a time.
+            ConfigError: the model has no head that can be applied to a few tokens at a time.
         """
         from trl.experimental.gkd import GKDTrainer
 
@@ -161,7 +161,7 @@ class Taught(NamedTuple):
 
 
 class WithExperts(NamedTuple):
-    """GRPO's loss with that of so many rows of experts, each of so many tokens, of which both are kept for backward."""
+    """GRPO's loss plus that of this many expert rows with this many tokens; both are kept for backward."""
 
     rows: int
     tokens: int
@@ -174,7 +174,7 @@ class WithExperts(NamedTuple):
 
 def contrasted(logits: torch.Tensor, ids: torch.Tensor, written: bool) -> torch.Tensor:
     """The loss of ORPO, CPO and SimPO: log-probabilities of both answers, the better ones in the first half of rows.
-    `written`: whether these are learnt as in sft, too."""
+    `written`: whether these also have the loss of sft."""
     from trl.experimental.orpo import ORPOTrainer
 
     better = max(1, len(logits) // 2)
@@ -186,14 +186,14 @@ def contrasted(logits: torch.Tensor, ids: torch.Tensor, written: bool) -> torch.
 
 
 def summed(outputs: Any) -> torch.Tensor:
-    """A loss on the scores of rows, or on the vectors of their last tokens."""
+    """A loss on the scores of rows, or on the hidden states of their last tokens."""
     found: torch.Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state[:, -1]
     return found.float().sum()
 
 
 def add_fused_head(model: Any) -> None:
-    """What TRL's trainers that compare log-probabilities do to a model (dpo, kto, grpo, rloo): it projects onto the
-    vocabulary a few tokens at a time; here in plain operations, which take more than TRL's kernels for GPUs."""
+    """What TRL's trainers that compare log-probabilities (dpo, kto, grpo, rloo) do to a model: it projects onto the
+    vocabulary a few tokens at a time; here in plain operations, which take more memory than TRL's GPU kernels."""
     from trl.trainer.utils import add_fused_lm_head
 
     inner = without_adapters(model)
@@ -201,7 +201,7 @@ def add_fused_head(model: Any) -> None:
 
 
 def _eight_bits(params: Any, lr: float) -> torch.optim.Optimizer:
-    """bitsandbytes' states, without its arithmetic: its kernel takes no other memory."""
+    """bitsandbytes' state without its arithmetic: its kernel needs no other memory."""
     from shardproof.train.optim.optimizers import adamw_8bit
 
     made: Any = adamw_8bit(params, lr=lr)
@@ -210,7 +210,7 @@ def _eight_bits(params: Any, lr: float) -> torch.optim.Optimizer:
 
 
 def _by_chance(params: Any, lr: float, device: str) -> torch.optim.Optimizer:
-    """The AdamW of --stochastic-rounding, of whose chunks the first takes what each does."""
+    """The AdamW of --stochastic-rounding, limited to its first chunk, which takes as much as each."""
     from shardproof.train.optim.optimizers import AdamWBf16
 
     class OneChunk(AdamWBf16):
@@ -224,10 +224,10 @@ def _by_chance(params: Any, lr: float, device: str) -> torch.optim.Optimizer:
 
 
 def optimizer_of(config: PlanConfig) -> Callable[..., torch.optim.Optimizer]:
-    """What makes the optimizer of the options, see `optimizers.made_by`.
+    """The factory of the optimizer in the options, see `optimizers.made_by`.
 
     Raises:
-        ConfigError: no plugin has registered that name, or it takes no such arguments.
+        ConfigError: no plugin has registered that name, or it does not take these arguments.
     """
     from shardproof.plugins import load
     from shardproof.train.optim.matrices import GaLoreAndAdamW, MuonAndAdamW, for_matrices
@@ -252,18 +252,18 @@ def fake_group(world: int) -> Iterator[None]:
     """Inside, this process is rank 0 of `world`.
 
     Raises:
-        ConfigError: the process is a rank already.
+        ConfigError: the process is already a rank.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise ConfigError("A plan imagines its ranks: run it in one process, outside of torchrun.")
+        raise ConfigError("A plan simulates its ranks: run it in a single process, without torchrun.")
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     try:
         yield
     finally:
         dist.destroy_process_group()
-        # The next group has the same name, and may lie at the same address: the engine would take it for this one.
+        # The next group has the same name, and may get the same address: the engine would mistake it for this one.
         collectives._second_groups.pop(name, None)
         consensus._streams.pop(name, None)

@@ -1,4 +1,4 @@
-"""What a plan is about: the model of the options on the meta device, of the class that training would load."""
+"""The subject of a plan: the model of the options on the meta device, with the class that training would load."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from shardproof.doctor.config import PlanConfig
     from shardproof.doctor.planning.sample import Sample
 
-ROWS_ARE_TEXT = "rows are text (plan --files tells of others)"
-OF_FILES = "dtype_of_files"  # of a model without weights, what its config says of them
-# Options of a run, of which a plan takes several values at once.
+ROWS_ARE_TEXT = "rows are text (plan --files describes others)"
+OF_FILES = "dtype_of_files"  # the dtype in the config of a model without weights
+# Options of a run for which a plan takes several values.
 SEVERAL = {"stage", "offload", "gradient_checkpointing", "per_device_batch_size", "max_length"}
 OF_MODEL = (
     *(
@@ -49,13 +49,13 @@ OF_MODEL = (
 
 
 def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
-    """The model, with what is not trained frozen, and with adapters if asked for.
+    """The model, with untrained parameters frozen, and with adapters if asked for.
 
     Args:
-        auto: the class of transformers that would load it. A classifier has one label where none are counted.
+        auto: the transformers class that would load it. A classifier has one label if the number is not given.
 
     Raises:
-        ConfigError: there is no such config, or no model to train can be made of it.
+        ConfigError: there is no such config, or a trainable model cannot be built from it.
     """
     import torch
 
@@ -76,8 +76,8 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
     recipe = SftConfig(**{name: getattr(config, name) for name in OF_MODEL})
     if config.tuner in KINDS and KINDS[config.tuner].plans is None:
         raise ConfigError(
-            f"--tuner {config.tuner}: PEFT looks at values while it makes or computes these adapters, and a plan has"
-            " none. 'shardproof doctor' runs two real steps."
+            f"--tuner {config.tuner}: PEFT needs values to create or compute these adapters, and a plan has none. "
+            "'shardproof doctor' runs two real steps."
         )
     try:
         with torch.device("meta"), Unfilled():
@@ -99,15 +99,17 @@ def meta_model(config: PlanConfig, auto: str = CAUSAL) -> nn.Module:
         why = unknown_attention(error) or first_line(error)
         if why.startswith("Unrecognized configuration class"):
             kind = why.partition("<class '")[2].partition("'")[0].rpartition(".")[2].removesuffix("Config")
-            why = f"a {kind} is none of those that write text token after token, which sft and rlhf train"
-        raise ConfigError(f"--model {config.model}: no model to train can be made of its config: {why}.") from error
+            why = f"a {kind} does not generate text token by token, as the models for sft and rlhf do"
+        raise ConfigError(
+            f"--model {config.model}: a trainable model cannot be built from its config: {why}."
+        ) from error
     as_held(model, config, unsaved=config.tuner != "full")
     model.train()
     return model
 
 
 def check_of_transformers(source: str, config: PlanConfig) -> None:
-    """Raise ConfigError for a model of a plugin's, whose class may do anything where it is made."""
+    """Raise ConfigError for a plugin's model, whose class may do anything on creation."""
     from transformers import CONFIG_MAPPING
 
     from shardproof.models.loading.processors import said_by
@@ -121,13 +123,13 @@ def check_of_transformers(source: str, config: PlanConfig) -> None:
     loaded = plugins.names("model") and path.is_dir() and registered_model(source, plugins) is not None
     if loaded or (kind and kind not in CONFIG_MAPPING and not found.get("auto_map")):
         raise ConfigError(
-            f"--model {config.model} is a {kind}: plan counts models of transformers, and none of a plugin's."
-            " 'shardproof doctor' runs two steps of it."
+            f"--model {config.model} is a {kind}: plan supports transformers models, but not plugin models. "
+            "'shardproof doctor' runs two steps of it."
         )
 
 
 def check_trained(source: str, config: PlanConfig) -> None:
-    """Raise ConfigError for a model that no command trains, in the words of sft. Of an encoder a note tells."""
+    """Raise sft's ConfigError for a model that no command trains. For an encoder there is only a note."""
     from shardproof.data.forms.parts import Problem
     from shardproof.data.media.encode import MediaEncoder
     from shardproof.data.media.limits import Limits
@@ -148,7 +150,7 @@ def check_trained(source: str, config: PlanConfig) -> None:
 
 
 def as_held(model: nn.Module, config: PlanConfig, unsaved: bool = True) -> nn.Module:
-    """The model whose frozen weights lie in the dtype that the trainers of our commands keep them in."""
+    """The model with its frozen weights in the dtype in which our commands' trainers keep them."""
     from shardproof.integrations.prepared import hold_as_computed
     from shardproof.train.settings import mixed_precision
 
@@ -160,10 +162,10 @@ def as_held(model: nn.Module, config: PlanConfig, unsaved: bool = True) -> nn.Mo
 
 
 def source_of(config: PlanConfig) -> str:
-    """The folder or hub id, or a config.json by itself.
+    """The folder or hub id, or a lone config.json.
 
     Raises:
-        ConfigError: there is nothing of that name, or nothing that can be read.
+        ConfigError: nothing with that name exists, or it cannot be read.
     """
     from shardproof.models.loading.classes import check_own_code
     from shardproof.train.model.loading import TINY, check_model_source, of_a_run
@@ -186,14 +188,14 @@ def source_of(config: PlanConfig) -> str:
             f"--model {config.model}: {file.name} names no model_type, so it is not a model config.\n"
             "Name a model folder, its config.json, or a hub id."
         )
-    source = str(file.parent if file.name == "config.json" else file)  # code of its own lies beside it
+    source = str(file.parent if file.name == "config.json" else file)  # the model's own code is next to it
     if found.get("auto_map") and Path(source).is_dir():
         check_own_code(source, config.trust_remote_code)
     return source
 
 
 def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
-    """By `load_pretrained`, which knows the classes of families, with a config in place of weights."""
+    """Build through `load_pretrained`, which knows the classes of families, with a config instead of weights."""
     import transformers
 
     from shardproof.models.attention.varlen import attention_options
@@ -209,7 +211,7 @@ def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
         of_files = getattr(config, "dtype", None)
         if hasattr(kind, "from_config"):
             model = kind.from_config(config, trust_remote_code=trust_remote_code, **options)
-        else:  # a class itself has no such option
+        else:  # a class has no such option
             model = kind._from_config(config, **options)
         model.__dict__[OF_FILES] = of_files
         if packed is not None:
@@ -220,7 +222,7 @@ def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
     head: dict[str, Any] = {"num_labels": config.num_labels or 1, "pad_token_id": 0}
     loaders: dict[str, Any] = {CAUSAL: load_pretrained, BODY: load_body}
     loaders |= {kind: partial(load_scorer, kind=kind, **head) for kind in (SCORER, VALUER)}
-    alone = Path(source).is_file()  # a config without the files that say what a processor is
+    alone = Path(source).is_file()  # a config without the files that describe a processor
     if source == TINY or (auto != CAUSAL and alone) or (auto == BODY and processor_class(source) is None):
         shape = tiny_config() if source == TINY else transformers.AutoConfig.from_pretrained(source)
         if auto != CAUSAL:
@@ -236,7 +238,7 @@ def _built(source: str, config: PlanConfig, auto: str, dtype: Any) -> Any:
 
 
 def recipe_for(config: PlanConfig) -> SftConfig:
-    """The run that is planned, in the words of sft; of what stands there several times, what they have in common."""
+    """The planned run as options of sft; for options with several values, their common part."""
     shared = SftConfig.model_fields.keys() & type(config).model_fields.keys() - SEVERAL
     kinds = [again for again in config.gradient_checkpointing if again not in ("no", "both", 0)]
     kind: Any = SELECTIVE if SELECTIVE in kinds else bool(kinds) or config.checkpointing_reentrant
@@ -244,14 +246,16 @@ def recipe_for(config: PlanConfig) -> SftConfig:
 
 
 def check(config: PlanConfig) -> None:
-    """Raise ConfigError for options that do not go together, as sft does."""
+    """Raise ConfigError for options that cannot be combined, as sft does."""
     for name in ("gpus", "per_device_batch_size", "max_length"):
         if min(getattr(config, name), default=0) < 1:
-            raise ConfigError(f"{flag(name)} {getattr(config, name)}: takes numbers from 1 on.")
+            raise ConfigError(f"{flag(name)} {getattr(config, name)}: must be 1 or more.")
     if config.device == "cpu" and {"optimizer", "all"} & {*config.offload}:
-        raise ConfigError("--offload optimizer and all are for accelerators: with --device cpu everything is there.")
+        raise ConfigError(
+            "--offload optimizer and all are for accelerators: with --device cpu everything is in host memory anyway."
+        )
     if config.shard_group == 1:
-        raise ConfigError("--shard-group 1: each process then holds all there is. Leave it out, and take --stage 0.")
+        raise ConfigError("--shard-group 1: each process would hold everything. Leave it out, and use --stage 0.")
     recipe = recipe_for(config)
     check_together(recipe)
     check_patterns(recipe)
@@ -260,7 +264,7 @@ def check(config: PlanConfig) -> None:
 
 
 def check_model(model: Any, config: PlanConfig) -> None:
-    """Raise ConfigError for what this model cannot do."""
+    """Raise ConfigError for options that this model does not support."""
     from shardproof.integrations.four_bits import packed_kind
     from shardproof.parallel.sequence import check_heads_of
     from shardproof.train.losses.shortcuts import no_plain_head
@@ -279,10 +283,10 @@ def check_model(model: Any, config: PlanConfig) -> None:
 
 
 def kinds_of(model: Any, config: PlanConfig) -> list[Checkpointing]:
-    """The kinds of checkpointing to look at.
+    """The kinds of checkpointing to consider.
 
     Raises:
-        ConfigError: one is asked for by name, and the model has none.
+        ConfigError: one is asked for by name, but the model supports none.
     """
     inner = without_adapters(model)
     kinds = checkpointing_of(config.gradient_checkpointing)
@@ -296,7 +300,7 @@ def kinds_of(model: Any, config: PlanConfig) -> list[Checkpointing]:
 
 
 def notes_on(model: Any, config: PlanConfig, sample: Sample | None = None) -> list[str]:
-    """What the numbers take for granted of this model, and of rows like `sample`."""
+    """The assumptions of the numbers about this model, and about rows like `sample`."""
     from shardproof.integrations.four_bits import packed_kind
     from shardproof.models.attention.varlen import knows_ours
     from shardproof.models.loading.classes import sees_ahead
@@ -311,12 +315,14 @@ def notes_on(model: Any, config: PlanConfig, sample: Sample | None = None) -> li
         found.append(f"it has no {', '.join(lacking)} to freeze")
     seen = sample.parts if sample else set()
     if sample:
-        found.append(f"each row has {sample.what}: {sample.tokens} tokens with its template, and text for the rest")
+        found.append(
+            f"each row has {sample.what}: {sample.tokens} tokens with its template, plus text up to the full length"
+        )
     towers = [part for part in sizes if part in {"vision", "audio", "talker"} - seen]
     if towers:
         there = ", ".join(f"{part} {sizes[part] / 1e6:,.0f} M" for part in towers)
         rows = "no row has files for them" if sample else ROWS_ARE_TEXT
-        found.append(f"{rows}: of its other parts ({there} parameters) everything counts but activations")
+        found.append(f"{rows}: for its other parts ({there} parameters) everything but activations is counted")
     if config.task == "causal_lm" and sees_ahead(inner.config):
         found.append("it is an encoder, which sft takes with --task embedding, seq_cls or reranker")
     if not getattr(inner, "supports_gradient_checkpointing", True):
@@ -324,12 +330,12 @@ def notes_on(model: Any, config: PlanConfig, sample: Sample | None = None) -> li
     packed = getattr(inner.config, "quantization_config", None)
     if packed is not None and packed_kind(inner.config) is None:
         method = packed.get("quant_method", "") if isinstance(packed, dict) else getattr(packed, "quant_method", "")
-        found.append(f"its weights are packed ({method or 'quantised'}): counted is what they are unpacked")
+        found.append(f"its weights are packed ({method or 'quantised'}): their unpacked size is counted")
     if config.attn is None and inner.config._attn_implementation == "eager" and knows_ours(inner):
-        found.append("its own attention keeps all pairs of a row's tokens; --attn varlen does not")
+        found.append("its own attention keeps scores of all pairs of a row's tokens; --attn varlen does not")
     if config.tuner == "randlora" and config.device == "cpu" and config.precision != "fp32":
         found.append("on a CPU PEFT's RandLoRA computes with copies in fp32, which are not counted")
     known = getattr(text, "max_position_embeddings", None)
     if known and max(config.max_length) > known:
-        found.append(f"it knows {known} positions, and --max-length {max(config.max_length)} has more")
+        found.append(f"it has {known} positions, fewer than --max-length {max(config.max_length)}")
     return found

@@ -1,9 +1,9 @@
-"""Values of a few tensors on the meta device: of those that follow from the row alone, as ids and sizes of pictures do.
+"""Values of a few tensors on the meta device: those that depend on the row alone, such as ids and sizes of images.
 
-Models with towers ask for values: how many patches a picture has, where its tokens stand among the ids, which pictures
-are nothing but padding. None of these depends on weights. So a storage on the meta device whose values are known has a
-shadow in memory, and what is done to the one is done to the other. Views and edits in place need no care: what shares a
-storage shares its shadow.
+Models with towers need values: how many patches an image has, where its tokens are among the ids, which images are only
+padding. None of these depends on weights. So a storage on the meta device whose values are known has a shadow in
+memory, and operations on one are applied to the other. Views and in-place edits need no special care: tensors that
+share a storage share its shadow.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-MOST = 1 << 24  # elements of what is followed: what grows larger are masks of all pairs, which nobody asks for values
+MOST = 1 << 24  # largest tensor to track; only masks of all pairs are larger, and their values are not needed
 
 _aten = torch.ops.aten
 _ASK = {_aten._local_scalar_dense.default, _aten.equal.default}
 _UNFILLED = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
-_BY_SHAPE = {  # of a tensor they take shape and dtype alone
+_BY_SHAPE = {  # they use only shape and dtype of a tensor
     *(_aten.zeros_like, _aten.ones_like, _aten.full_like),
     *(_aten.new_zeros, _aten.new_ones, _aten.new_full),
 }
@@ -30,7 +30,7 @@ _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defaul
 
 
 class Values(TorchDispatchMode):
-    """While active, follows what is known: tensors of `on_meta`, tensors made of numbers, and what is computed from
+    """While active, tracks known values: tensors from `on_meta`, tensors made from numbers, and results computed from
     these alone."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Values(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as of the ledger
+        return False  # as for the ledger
 
     def on_meta(self, real: torch.Tensor) -> torch.Tensor:
         """A tensor on the meta device whose values are known."""
@@ -70,7 +70,7 @@ class Values(TorchDispatchMode):
     def _know(self, tensor: torch.Tensor, real: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._shadows:  # else it is a view, or was edited in place, and so was the shadow
+        if key not in self._shadows:  # otherwise it is a view or was edited in place, and so was the shadow
             held = torch.empty_strided(tensor.shape, tensor.stride(), dtype=real.dtype).copy_(real).untyped_storage()
             self._shadows[key] = weakref.ref(storage, lambda _: self._shadows.pop(key, None)), held
 
@@ -91,7 +91,7 @@ class Values(TorchDispatchMode):
         if masked or torch.Tag.dynamic_output_shape in func.tags:
             return tree_map_only(torch.Tensor, self.on_meta, func(*there, **more))
         out = func(*args, **kwargs)
-        most = max(MOST, *(tensor.numel() for tensor in tensors))  # pixels are as many as come with a row
+        most = max(MOST, *(tensor.numel() for tensor in tensors))  # a row may have any number of pixels
         if all(tensor.numel() <= most for tensor in _tensors(out)):
             for mine, real in zip(_tensors(out), _tensors(func(*there, **more)), strict=True):
                 self._know(mine, real)
@@ -100,7 +100,7 @@ class Values(TorchDispatchMode):
         return out
 
     def _made(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What is made of numbers and shapes. What has the shape of weights is none of ours."""
+        """Tensors made from numbers and shapes. Those with the shape of weights are not tracked."""
         out = func(*args, **kwargs)
         known = isinstance(out, torch.Tensor) and out.is_meta and out.numel() <= MOST
         if not known or func._overloadpacket in _UNFILLED or torch.Tag.nondeterministic_seeded in func.tags:
@@ -113,7 +113,7 @@ class Values(TorchDispatchMode):
         return out
 
     def _beside_unknown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Values of others are not known: of masks that are, the places take part."""
+        """An operation with tensors whose values are unknown: for known masks, their positions are used."""
         if func in _INDEXED:
             args = (args[0], [place for index in args[1] for place in self._places(index)], *args[2:])
         self._forget_written(func, args)
