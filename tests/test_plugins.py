@@ -92,11 +92,11 @@ def test_what_a_file_defines_and_imports_is_found_again_in_a_process_of_its_own(
         ("def (\n", r"line 1: invalid syntax"),
         ("import nonesuch\n", r"line 1: ModuleNotFoundError: No module named 'nonesuch'"),
         ("raise SystemExit(3)\n", "line 1: SystemExit: 3"),
-        (FOCAL + FOCAL, r"line 10: the loss 'focal' is registered already, at .*:4"),
+        (FOCAL + FOCAL, r"line 10: the loss 'focal' is already registered, at .*:4"),
         (FOCAL.replace("focal", "all"), "one of shardproof's own"),
         (
             FOCAL.replace('("focal")', ""),
-            r'line 4: @register_loss needs a name in brackets: @shardproof.register_loss\("',
+            r'line 4: @register_loss needs a name in parentheses: @shardproof.register_loss\("',
         ),
         ("import shardproof\nshardproof.register_loss('f')(3)\n", "a function or a class, not a int"),
     ],
@@ -122,7 +122,7 @@ def test_files_that_are_none_or_cannot_stand_beside_each_other(write, tmp_path: 
     ]:
         with pytest.raises(ConfigError, match=said):
             load([name])
-    with pytest.raises(ConfigError, match=r"'focal' is registered already, at .*my_plugin_file.py:4"):
+    with pytest.raises(ConfigError, match=r"'focal' is already registered, at .*my_plugin_file.py:4"):
         load([file, write(FOCAL)])
     with pytest.raises(ConfigError, match="a module 'my_plugin_file' is there already"):
         load([file, write(FOCAL.replace("focal", "x"), "sub/my_plugin_file.py")])

@@ -1,15 +1,15 @@
-"""Models, row formats, losses, metrics, rewards, optimizers and callbacks out of files of the user's own.
+"""Models, row formats, losses, metrics, rewards, optimizers and callbacks from the user's own files.
 
-A file registers what it defines under a name, `--external-plugins my_file.py` runs it, and the option of that kind
-takes the name:
+A file registers its definitions under names, `--external-plugins my_file.py` runs it, and the option of that kind takes
+the name:
 
     @shardproof.register_loss("focal")                        shardproof sft --external-plugins my_file.py --loss focal
     def focal(outputs, labels, num_items_in_batch): ...
 
-[Note: where names go] A decorator writes into the `Plugins` that is being loaded around it, and nowhere when none is:
-a file that a test, a notebook or a data worker imports defines its functions and no more, and the names of one command
-never turn up in another. What a file defines can be pickled by reference, as everything in a module can: its folder
-stays on `sys.path`, and a process that is spawned gets that path.
+[Note: where names go] A decorator registers with the `Plugins` that is being loaded, if any: importing a file in a
+test, a notebook or a data worker only defines its functions, and names of one command never appear in another.
+Definitions in a file can be pickled by reference, like those in any module: its folder stays on `sys.path`, and spawned
+processes inherit that path.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPTION = "--external-plugins"
 
 @dataclass(frozen=True)
 class Kind:
-    """What can be registered: which option takes its names, and those that are there without a plugin."""
+    """A kind of plugin: the option that takes its names, and the built-in names."""
 
     option: str
     built_in: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ KINDS = {
 
 
 class Plugins:
-    """What the files of one command have registered. Pickled as the names of the files, which are run again."""
+    """The registrations of the files of one command. Pickled as the names of the files, which are run again."""
 
     def __init__(self, files: Sequence[str] = ()) -> None:
         self.files = tuple(files)
@@ -75,7 +75,7 @@ class Plugins:
         if name in KINDS[kind].built_in:
             raise ConfigError(f"the {kind} {name!r} is one of shardproof's own: register yours under another name")
         if (kind, name) in self._found:
-            raise ConfigError(f"the {kind} {name!r} is registered already, at {self._found[kind, name][1]}")
+            raise ConfigError(f"the {kind} {name!r} is already registered, at {self._found[kind, name][1]}")
         self._found[kind, name] = value, where
 
     def names(self, kind: str) -> list[str]:
@@ -83,10 +83,10 @@ class Plugins:
         return [name for of, name in self._found if of == kind]
 
     def find(self, kind: str, name: str) -> Any:
-        """What is registered under this name, or None for a built-in name.
+        """The value registered under this name, or None for a built-in name.
 
         Raises:
-            ConfigError: there is no such name; the text has the nearest that there is.
+            ConfigError: there is no such name; the message has the nearest existing one.
         """
         if (kind, name) in self._found:
             return self._found[kind, name][0]
@@ -94,21 +94,21 @@ class Plugins:
             return None
         known = [*KINDS[kind].built_in, *self.names(kind)]
         hint = did_you_mean(name, known, 0.5)
-        there = f"There is {', '.join(known)}. " if known else ""
+        there = f"Known: {', '.join(known)}. " if known else ""
         mine = "FILE.py:FUNCTION is one of your own. " if kind == "reward" else ""
         files = " ".join(self.files) or "my_file.py"
         raise ConfigError(
             f"{KINDS[kind].option} {name}: there is no such {kind}.{hint}\n{there}{mine}"
-            f'@shardproof.{_decorator(kind)}("{name}") in a file makes one, and {OPTION} {files} takes it from there.'
+            f'@shardproof.{_decorator(kind)}("{name}") in a file registers one, and {OPTION} {files} loads it.'
         )
 
 
 def load(files: Sequence[str]) -> Plugins:
-    """Run these files and return what they register. The same files are run once in a process.
+    """Run these files and return their registrations. The same files are run only once per process.
 
     Raises:
-        ConfigError: a file is missing, fails, has the name of another module, or registers nothing; or two register
-            the same name. The text names file and line.
+        ConfigError: a file is missing, fails, has the name of another module, or registers nothing; or two register the
+            same name. The message names file and line.
     """
     check_files(files)
     return _load(tuple(dict.fromkeys(str(Path(file).expanduser().absolute()) for file in files)))
@@ -118,7 +118,7 @@ def check_names(config: Any, plugins: Plugins) -> None:
     """Raise ConfigError for a name in the options of a run that neither `plugins` nor we have."""
     for kind, about in KINDS.items():
         if kind == "loss" and config.recipe != "sft":
-            continue  # it is one of the task's own
+            continue  # it is built into the task
         named = getattr(config, about.field, None)
         for name in named if isinstance(named, list) else [named] if named is not None else []:
             if not (kind == "reward" and ":" in name):
@@ -126,7 +126,7 @@ def check_names(config: Any, plugins: Plugins) -> None:
 
 
 def check_files(files: Sequence[str], option: str = OPTION) -> None:
-    """Raise ConfigError for what is no Python file, without running any."""
+    """Raise ConfigError for anything that is not a Python file, without running any."""
     for file in files:
         path = Path(file).expanduser()
         if path.is_dir():
@@ -161,20 +161,20 @@ def _load(files: tuple[str, ...]) -> Plugins:
 
 
 def run_file(file: str, option: str, taken: Sequence[str] = ()) -> ModuleType:
-    """Run a Python file as a module of its own name, which its folder makes importable.
+    """Run a Python file as a module with its name, importable through its folder.
 
     Args:
         file: an absolute path.
-        option: that named it, for error texts.
-        taken: module names of other files of this command.
+        option: the option that named it, for error messages.
+        taken: module names of the command's other files.
 
     Raises:
-        ConfigError: it has the name of another module, or fails; the text has the line of the file.
+        ConfigError: it has the name of another module, or fails; the message has the line of the file.
     """
     path = Path(file)
     name = path.stem
     if "." in name or name in taken or _is_another(name, path):
-        raise ConfigError(f"{option} {file}: a module {name!r} is there already.\nGive the file another name.")
+        raise ConfigError(f"{option} {file}: a module {name!r} already exists.\nGive the file another name.")
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{option}: {file} is not a Python file.")
@@ -192,7 +192,7 @@ def run_file(file: str, option: str, taken: Sequence[str] = ()) -> ModuleType:
 
 
 def _is_another(name: str, path: Path) -> bool:
-    """Whether `import name` means another file: then nothing of this one could be found again by its name."""
+    """Whether `import name` finds another file: then definitions in this one could not be found by name."""
     there = sys.modules.get(name)
     if there is not None:
         return "__plugin__" not in there.__dict__
@@ -201,7 +201,7 @@ def _is_another(name: str, path: Path) -> bool:
 
 
 def _failure(error: BaseException, path: Path) -> str:
-    """The line of the user's file at which it failed, and why."""
+    """The line of the user's file at which it failed, and the error."""
     said = str(error) if isinstance(error, ShardproofError) else f"{type(error).__name__}: {error}".rstrip(": ")
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f"{path}, line {error.lineno}: {error.msg}.\n  {(error.text or '').strip()}"
@@ -221,15 +221,13 @@ def _decorator(kind: str) -> str:
 def _register(kind: str, name: str) -> Callable[[T], T]:
     decorator = _decorator(kind)
     if not isinstance(name, str) or not name.strip() or name != name.strip() or ":" in name:
-        raise ConfigError(f'@{decorator} needs a name in brackets: @shardproof.{decorator}("name")')
+        raise ConfigError(f'@{decorator} needs a name in parentheses: @shardproof.{decorator}("name")')
     frame = sys._getframe(2)
     where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
     def register(value: T) -> T:
         if not callable(value):
-            raise ConfigError(
-                f'@{decorator}("{name}") stands before a function or a class, not a {type(value).__name__}'
-            )
+            raise ConfigError(f'@{decorator}("{name}") decorates a function or a class, not a {type(value).__name__}')
         if (plugins := _LOADING.get()) is not None:
             plugins.add(kind, name, value, where)
         return value
@@ -238,36 +236,36 @@ def _register(kind: str, name: str) -> Callable[[T], T]:
 
 
 def register_model(name: str) -> Callable[[T], T]:
-    """A model class of transformers' kind, or a function `(folder, **options)` that returns a model.
+    """Register a model class in transformers' style, or a function `(folder, **options)` that returns a model.
 
-    The options are those of `from_pretrained`: `dtype`, and `attn_implementation` where --attn is given. It loads every
-    model whose `config.json` has `name` as its `model_type`, or the class among its `architectures`, and `--model`
-    where `--model-type name` says so. Its forward takes `labels` and `num_items_in_batch` (the tokens learnt in the
-    step, on all ranks), by which it divides the sum of its loss; or it leaves the loss to `--loss`.
+    The options are those of `from_pretrained`: `dtype`, and `attn_implementation` if --attn is given. It loads every
+    model whose `config.json` has `name` as its `model_type`, or the class among its `architectures`, and `--model` if
+    `--model-type name` is given. Its forward takes `labels` and `num_items_in_batch` (the tokens learned in the step,
+    on all ranks), by which it divides the sum of its loss; or it leaves the loss to `--loss`.
     """
     return _register("model", name)
 
 
 def register_row_format(name: str) -> Callable[[T], T]:
-    """A function from a record as the file has it, a dict, to one in a form that shardproof knows.
+    """Register a function that converts a record of a file, a dict, into a form that shardproof knows.
 
-    It returns a dict, with `messages` for example; ValueError("why") says that the row cannot be used.
+    It returns a dict, with `messages` for example; it raises ValueError("why") if the row cannot be used.
     """
     return _register("row format", name)
 
 
 def register_loss(name: str) -> Callable[[T], T]:
-    """A function `(outputs, labels, num_items_in_batch)` that returns a scalar tensor.
+    """Register a function `(outputs, labels, num_items_in_batch)` that returns a scalar tensor.
 
-    `outputs` is what the model returned for the batch without labels; `labels`, int64 of shape (rows, length), is -100
-    where nothing is learnt and not shifted yet. The loss is a sum over tokens divided by `num_items_in_batch`, the
-    tokens learnt in the whole step on all ranks: so it is the same however rows are dealt out.
+    `outputs` is the model's output for the batch without labels; `labels`, int64 of shape (rows, length), is -100 where
+    nothing is learned and not shifted yet. The loss is a sum over tokens divided by `num_items_in_batch`, the number of
+    tokens learned in the step on all ranks: so it does not depend on how rows are distributed.
     """
     return _register("loss", name)
 
 
 def register_metric(name: str) -> Callable[[T], T]:
-    """A function `(outputs, labels)`, called for each batch of an evaluation, that returns a sum and a count.
+    """Register a function `(outputs, labels)`, called for each batch of an evaluation, that returns a sum and a count.
 
     The sums of all batches and ranks divided by their counts are `eval_NAME`: exact on any number of processes.
     """
@@ -275,25 +273,26 @@ def register_metric(name: str) -> Callable[[T], T]:
 
 
 def register_answer_metric(name: str) -> Callable[[T], T]:
-    """A function `(answer, right)` of two texts, called for each row that a model answers in an evaluation, that
-    returns a number. `eval_NAME` is the mean."""
+    """Register a function `(answer, right)` of two texts, called for each row that a model answers in an evaluation,
+    that returns a number. `eval_NAME` is the mean."""
     return _register("answer metric", name)
 
 
 def register_reward(name: str) -> Callable[[T], T]:
-    """A function `(completions, **columns)` that returns a number for each completion, None where it has none."""
+    """Register a function `(completions, **columns)` that returns a number, or None, for each completion."""
     return _register("reward", name)
 
 
 def register_optimizer(name: str) -> Callable[[T], T]:
-    """A class of torch.optim's kind, or a function `(groups, lr)` that returns one; with a third argument `model` it is
-    told the model, too, as where matrices and embeddings are treated apart.
+    """Register an optimizer class in the style of torch.optim, or a function `(groups, lr)` that returns an optimizer;
+    with a third argument `model` it also gets the model, for example to treat matrices and embeddings differently.
 
-    `groups` are dicts of `params`, `weight_decay` and, where parts learn at rates of their own, `lr`.
+    `groups` are dicts of `params`, `weight_decay` and, if parts have their own learning rates, `lr`.
     """
     return _register("optimizer", name)
 
 
 def register_callback(name: str) -> Callable[[T], T]:
-    """A class of transformers' `TrainerCallback`, or a function without arguments that returns one, for each rank."""
+    """Register a subclass of transformers' `TrainerCallback`, or a function without arguments that returns a callback,
+    for each rank."""
     return _register("callback", name)

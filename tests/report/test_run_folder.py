@@ -122,7 +122,7 @@ def test_a_run_that_goes_on_where_one_failed_or_ended_goes_on(tmp_path: Path) ->
     assert version_now([failed, ended]) != before  # a page that watches is told
     for folder in (failed, ended):
         assert load_run(folder, "a")["state"] == "open"
-        assert load_run(folder, "a")["told"].startswith("it goes on; last step ")
+        assert load_run(folder, "a")["told"].startswith("running; last step ")
     for lock in locks:
         lock.release()
     assert load_run(failed, "a")["state"] == "failed"

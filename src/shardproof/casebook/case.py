@@ -1,4 +1,4 @@
-"""What a case is, and where they are found."""
+"""The definition of a case, and the list of cases."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 PEERS = ("ddp", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3")
 ZERO = PEERS[2:]
-TOLERANCE = 1e-5  # relative, in fp32: what sums in another order may differ by, and far below any real mistake
+TOLERANCE = 1e-5  # relative, in fp32: the effect of another order of sums, far below any real mistake
 
-# The five of the founding documents; the others follow in the order of their class.
+# The five founding cases; the others follow in the order of their class.
 FIRST = (
     "dummy_loss_over_unused_adapter",
     "reentrant_checkpoint_of_shared_block",
@@ -40,9 +40,9 @@ class Remedy:
     """A setting that the documentation of a peer gives for a case. The case runs without it and with it.
 
     Args:
-        name: what the user writes, as shown in the table.
-        engines: whom it is for: `ddp`, `fsdp2`, `deepspeed-1`, `deepspeed-2`, `deepspeed-3`.
-        options: what the engine's adapter or the case's script reads it as.
+        name: the user's code, as shown in the table.
+        engines: the engines it is for: `ddp`, `fsdp2`, `deepspeed-1`, `deepspeed-2`, `deepspeed-3`.
+        options: the options for the engine's adapter or the case's script.
     """
 
     name: str
@@ -52,30 +52,30 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Case:
-    """A program as users write it, and where it goes wrong in public.
+    """A program as users write it, which fails in public threads.
 
-    What must come out is what one process gives that sees the micro-batches of all ranks: every value the
-    script records, the global gradient norm of every step, and the whole weights at the end.
+    The expected results are those of one process that sees the micro-batches of all ranks: every value the script
+    records, the global gradient norm of every step, and the full weights at the end.
 
     Args:
-        users: what they do, in one line.
+        users: what users do, in one line.
         classes: numbers of the failure classes (`shardproof cases --list` shows them).
         threads: public threads, as `owner/repo#number`.
-        model: builds the model, or several by name. The seed is set before.
+        model: builds the model, or several by name. The seed is set beforehand.
         train: the script.
-        loss: of one micro-batch, for scripts that are the plain loop.
+        loss: the loss of one micro-batch, for scripts that are the plain loop.
         batches: the micro-batches of a rank in a step.
-        optimizer: made for each model that has something to train.
-        clip: maximum of the gradient norm; None clips nothing.
-        accumulation: micro-batches of a step, where every rank has the same number.
-        diverges: ranks take different paths.
-        bf16: computed in bfloat16, with float32 master weights.
-        seed_by_rank: each rank builds the model from another seed; the values of rank 0 count.
-        weights: compare the whole weights at the end.
+        optimizer: creates the optimizer of each model with trainable parameters.
+        clip: maximum of the gradient norm; None for no clipping.
+        accumulation: micro-batches per step, if every rank has the same number.
+        diverges: whether ranks take different paths.
+        bf16: whether to compute in bfloat16, with float32 master weights.
+        seed_by_rank: whether each rank builds the model from another seed; the values of rank 0 count.
+        weights: whether to compare the full weights at the end.
         tolerance: largest relative error that counts as equal.
         needs: packages beyond torch.
         remedies: settings that peers document.
-        not_for: engines in which the case cannot be written, with the reason.
+        not_for: engines for which the case cannot be written, with the reason.
     """
 
     users: str
@@ -98,15 +98,15 @@ class Case:
     not_for: Mapping[str, str] = field(default_factory=dict)
 
     def missing(self) -> list[str]:
-        """Packages it needs that are not installed."""
+        """Required packages that are not installed."""
         return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
     def options(self, setting: str | None) -> Mapping[str, Any]:
-        """Those of the remedy named `setting`; none without one."""
+        """The options of the remedy named `setting`; empty without one."""
         return next((r.options for r in self.remedies if r.name == setting), {})
 
     def settings(self, engine: str) -> list[str | None]:
-        """How the case is run on an engine: as it is, then with each remedy that is for it."""
+        """The settings to run on an engine: none (None), then each remedy for it."""
         return [None, *(r.name for r in self.remedies if engine in r.engines)]
 
 
@@ -120,7 +120,7 @@ def all_cases() -> dict[str, Case]:
 
 
 def case_named(name: str) -> Case:
-    """The case of that name; or of a module of the user's own that defines `CASE`, by its import path.
+    """The case with this name, or of the user's module with this import path, which defines `CASE`.
 
     Raises:
         ConfigError: there is none.

@@ -76,7 +76,7 @@ def as_json(results: list[Result], world: int, limit: float) -> dict[str, Any]:
 
 
 def _plain(result: Result) -> dict[str, Any]:
-    """Without the case's name; an infinite error, which JSON has no word for, is null."""
+    """The result without the case's name; an infinite error, which JSON cannot hold, is null."""
     fields = {key: value for key, value in dataclasses.asdict(result).items() if key != "case"}
     return {**fields, "error": None if math.isinf(result.error) else result.error}
 
@@ -95,7 +95,7 @@ def write_json(path: Path, results: list[Result], world: int, limit: float) -> N
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A casebook that was written.
+    """Read a casebook.
 
     Raises:
         ConfigError: there is none.
@@ -116,7 +116,7 @@ def kept(path: Path, names: list[str], engines: list[str], world: int, limit: fl
     content = read_json(path)
     for what, now in (("versions", versions()), ("world", world), ("limit", limit)):
         if content[what] != now:
-            raise ConfigError(f"{path} was made with {what} {content[what]}, not {now}: run all of it again.")
+            raise ConfigError(f"{path} was made with {what} {content[what]}, not {now}: run all cases again.")
     return [r for r in results_of(content) if r.case not in names or r.engine not in engines]
 
 
@@ -157,7 +157,7 @@ def page(content: dict[str, Any]) -> str:
 
 
 def _details(case: dict[str, Any], results: list[Result]) -> list[str]:
-    """One case: its threads, and what each engine said that was not equal or needed a setting."""
+    """One case: its threads, and the results of engines that were not equal or needed a setting."""
     told: dict[str, list[str]] = {}
     for r in results:
         if r.status == "equal" and r.setting is None:
@@ -182,6 +182,6 @@ def _sentence(text: str) -> str:
 
 
 def _safe(text: str) -> str:
-    """No line of an error is longer than a glance, nor is any of it Markdown."""
+    """A short line of an error text, without Markdown."""
     short = text if len(text) <= 200 else text[:197] + "..."
     return short.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")

@@ -1,4 +1,4 @@
-"""One process, ours, and the table of all engines. The peers' adapters are in `peers.py`."""
+"""The reference (one process), our engine, and the table of all engines. The peers' adapters are in `peers.py`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def names_of(families: list[str], stages: list[int]) -> list[str]:
 
 
 def make_engine(name: str, case: Case, options: Mapping[str, Any]) -> Engine:
-    """The engine of that name; `one` is one plain process."""
+    """The engine with this name; `one` is a single plain process."""
     from shardproof.casebook import peers
 
     family, _, stage = name.partition("-")
@@ -40,16 +40,17 @@ def make_engine(name: str, case: Case, options: Mapping[str, Any]) -> Engine:
 
 
 class Engine:
-    """Plain torch. An engine overrides what it does otherwise."""
+    """Plain torch. An engine overrides what it does differently."""
 
-    casts_inputs = False  # in bfloat16, inputs must come in it
+    casts_inputs = False  # whether inputs must be in bfloat16, too
 
     def __init__(self, stage: int, case: Case, options: Mapping[str, Any]) -> None:
         self.stage, self.case, self.options = stage, case, options
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     def prepare(self, model: nn.Module, make: Optimizers | None) -> tuple[Any, torch.optim.Optimizer | None]:
-        """What the user calls from now on, and its optimizer; `make` is None for a model without anything to train."""
+        """The object that the user calls from now on, and its optimizer; `make` is None for a model without trainable
+        parameters."""
         return model, make(model) if make else None
 
     def bare(self, prepared: Any) -> nn.Module:
@@ -59,7 +60,7 @@ class Engine:
         loss.backward(retain_graph=retain_graph)
 
     def next_part(self, prepared: Any) -> None:
-        """Between two micro-batches of a step."""
+        """Called between two micro-batches of a step."""
 
     def step(self, prepared: Any, optimizer: torch.optim.Optimizer) -> Tensor | None:
         limit = float("inf") if self.case.clip is None else self.case.clip
@@ -88,7 +89,7 @@ class Engine:
             dist.barrier()
 
     def next_stage(self) -> None:
-        """Models that are prepared from now on are at another stage, where there are any."""
+        """Prepare further models at another stage, if the engine has stages."""
 
     def state(self, prepared: Any) -> dict[str, Tensor]:
         named = self.bare(prepared).named_parameters(remove_duplicate=False)

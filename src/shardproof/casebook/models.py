@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 def draw(step: int, rank: int, number: int = 0) -> torch.Generator:
-    """A generator of its own for each micro-batch."""
+    """A separate generator for each micro-batch."""
     return torch.Generator().manual_seed(10_000 * step + 100 * rank + number)
 
 
@@ -74,17 +74,17 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Weight decay, so that a parameter that nobody used and is touched shows; eps keeps noise on zeros small."""
+    """With weight decay, so that it shows if an unused parameter is updated; eps keeps noise on zeros small."""
     return torch.optim.AdamW(trainable(model), lr=1e-2, weight_decay=0.1, eps=1e-4)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Unlike Adam, it shows a gradient that is a factor too large."""
+    """Unlike Adam, it reveals a gradient that is off by a factor."""
     return torch.optim.SGD(trainable(model), lr=0.05, momentum=0.9)
 
 
 def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Without memory or decay, so that no gradient and a gradient of zeros are the same."""
+    """Without momentum or decay, so that no gradient and a gradient of zeros are equivalent."""
     return torch.optim.SGD(trainable(model), lr=0.1)
 
 
@@ -93,7 +93,7 @@ def mse(run: Run, part: Part) -> Tensor:
 
 
 def plain(run: Run) -> None:
-    """The loop everybody writes, over three steps."""
+    """The usual training loop, over three steps."""
     for _ in run.steps(3):
         for part in run.parts():
             loss = (run.case.loss or mse)(run, part)
@@ -139,5 +139,5 @@ def next_token(run: Run, part: Part) -> Tensor:
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Of each token given those before it: (n, t, v), (n, t) -> (n, t - 1)."""
+    """The log-probability of each token given those before it: (n, t, v), (n, t) -> (n, t - 1)."""
     return logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]

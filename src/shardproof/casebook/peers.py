@@ -1,4 +1,4 @@
-"""The peers, driven as their documentation says."""
+"""The peers, used as documented."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from shardproof.casebook.engines import Engine, Optimizers
 
 
 class DDP(Engine):
-    """torch.nn.parallel.DistributedDataParallel. A model without anything to train is left alone, as DDP asks."""
+    """torch.nn.parallel.DistributedDataParallel. A model without trainable parameters is left alone, as DDP
+    requires."""
 
     def prepare(self, model: nn.Module, make: Optimizers | None) -> tuple[Any, torch.optim.Optimizer | None]:
         if make is None:
@@ -34,7 +35,7 @@ class DDP(Engine):
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The elements of the outermost module lists: the blocks that users wrap one by one."""
+    """The elements of the outermost module lists: the blocks that users wrap individually."""
     found: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, nn.ModuleList):
@@ -99,11 +100,11 @@ class FSDP2(Engine):
 
 
 class DeepSpeed(Engine):
-    """DeepSpeed ZeRO 1, 2 or 3 with the optimizer of torch.
+    """DeepSpeed ZeRO 1, 2 or 3 with torch's optimizer.
 
-    Stage 3 keeps parameters below 100,000 elements whole and releases none while fewer than a billion are live,
-    so that a small model would hardly be sharded. Both thresholds are set to zero: a small model is treated as
-    a large one.
+    Stage 3 keeps parameters below 100,000 elements unsharded and releases none while fewer than a billion are live, so
+    that a small model would hardly be sharded. Both thresholds are set to zero: a small model is treated as a large
+    one.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -128,7 +129,7 @@ class DeepSpeed(Engine):
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "gradient_clipping": self.case.clip or 0.0,  # unset, DeepSpeed clips to 1.0
+            "gradient_clipping": self.case.clip or 0.0,  # if unset, DeepSpeed clips to 1.0
             "bf16": {"enabled": self.casts_inputs},
             "torch_autocast": {"enabled": self.case.bf16 and not self.casts_inputs, "dtype": "bfloat16"},
             "steps_per_print": 10**9,
@@ -153,7 +154,7 @@ class DeepSpeed(Engine):
         return getattr(prepared, "module", prepared)
 
     def backward(self, prepared: Any, loss: Tensor, retain_graph: bool) -> None:
-        # DeepSpeed divides by the accumulation steps, as scripts of a plain loop do themselves.
+        # DeepSpeed divides by the accumulation steps, which scripts with a plain loop do themselves.
         prepared.backward(loss * prepared.gradient_accumulation_steps(), retain_graph=retain_graph)
 
     def next_part(self, prepared: Any) -> None:
@@ -199,6 +200,6 @@ class DeepSpeed(Engine):
             return {name: p.detach().clone() for name, p in named.items()}
 
     def load(self, prepared: Any, state: dict[str, Tensor]) -> None:
-        """As `load_checkpoint(load_module_only=True)` does it: into the module, then into the float32 copies."""
+        """Like `load_checkpoint(load_module_only=True)`: into the module, then into the float32 copies."""
         prepared.load_module_state_dict({"module": state}, strict=False, fetch_z3_params=self.stage == 3)
         self.refresh()

@@ -1,4 +1,4 @@
-"""Imported by the server that the processes of cases are forked from: what takes seconds to import."""
+"""Imports that take seconds, for the server from which the processes of cases are forked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import warnings
 
 
 def preload() -> None:
-    """Everything but the peers that come as packages of their own: those belong into their own processes."""
+    """Import everything but the peers that are separate packages: those are imported in their own processes."""
     for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"):
         importlib.import_module(name)
     from shardproof.casebook import models
@@ -20,8 +20,8 @@ def preload() -> None:
         models.with_lora(models.qwen())
 
 
-# transformers reads them when it is imported: cases download nothing, its advice is no result, and processes that are
-# killed would leave the locks of its progress bars behind, of which Python tells at the end.
+# transformers reads them when it is imported: cases download nothing, its advice is not a result, and killed processes
+# would leave the locks of its progress bars behind, which Python reports at exit.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
 warnings.simplefilter("ignore")
 preload()

@@ -1,4 +1,4 @@
-"""`Run`: what a case's script sees. It hides how each engine prepares, runs backward and steps."""
+"""`Run`: the interface for a case's script. It hides how each engine prepares, runs backward and steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Key(NamedTuple):
-    """Where a recorded value belongs: a step, and a micro-batch of a rank if it was recorded inside of one."""
+    """Where a recorded value belongs: a step, and a micro-batch of a rank if it was recorded inside one."""
 
     what: str
     step: int | None = None
@@ -31,12 +31,12 @@ class Key(NamedTuple):
 class Run:
     """One case under one engine, on one rank.
 
-    In one process the script goes through the micro-batches of all `world` ranks and takes the mean of their
-    losses: that is what must come out on the ranks.
+    In one process the script iterates over the micro-batches of all `world` ranks and takes the mean of their losses:
+    this is the expected result on the ranks.
 
     Attributes:
-        model: the model as the engine hands it back; call it as ever. `models` has all of them by name.
-        module: the user's own module inside (the same object, under an engine that does not wrap).
+        model: the model as returned by the engine; call it as usual. `models` has all of them by name.
+        module: the user's own module inside it (the same object with an engine that does not wrap).
         options: the remedy of this run.
         folder: a folder that all ranks share.
     """
@@ -65,7 +65,7 @@ class Run:
         return self.found
 
     def prepare(self, models: dict[str, nn.Module]) -> None:
-        """Hand models to the engine; in place of those of the same name, if there are any."""
+        """Hand models to the engine, replacing those with the same names, if any."""
         for name, model in models.items():
             trains = any(p.requires_grad for p in model.parameters())
             make = self.case.optimizer if trains else None
@@ -93,7 +93,8 @@ class Run:
             yield k
 
     def parts(self) -> Iterator[Any]:
-        """The micro-batches of this step. Random numbers begin anew in each, the same in one process and on ranks."""
+        """The micro-batches of this step. The random state is reset for each, identically in one process and on
+        ranks."""
         step = self.at.step or 0
         for rank in self.ranks:
             for number, part in enumerate(self.case.batches(step, rank)):
@@ -116,52 +117,53 @@ class Run:
         self.engine.backward(self.models[model], loss / (self.world // self.engine.world), retain_graph)
 
     def step(self, *, look: bool = True) -> None:
-        """Clip, optimizer step, gradients to none. Records the gradient norm, unless told not to look."""
+        """Clip, optimizer step, gradients to none. Records the gradient norm, unless `look` is False."""
         for name in self.optimizers:
             norm = self.engine.step(self.models[name], self.optimizers[name])
             if look:
                 self.record(f"gradient norm {name}".strip(), norm)
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        """For all micro-batches of a step but the last, where users hold reduction back."""
+        """For all micro-batches of a step but the last, if users defer reduction."""
         return self.engine.no_sync(self.model)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the forward pass of a case in bfloat16."""
+        """For use around the forward pass of a case in bfloat16."""
         return self.engine.precision()
 
     def join(self) -> contextlib.AbstractContextManager[Any]:
-        """Around a loop in which ranks have unequal numbers of batches."""
+        """For use around a loop in which ranks have unequal numbers of batches."""
         return self.engine.join([self.models[name] for name in self.optimizers])
 
     def gathered(self, parameters: Any, *, edit: bool = False) -> contextlib.AbstractContextManager[Any]:
-        """Around code that reads or edits parameters: what engines document for it, if the remedy says so."""
+        """For use around code that reads or edits parameters: the engine's documented context, if the remedy asks for
+        it."""
         if not self.options.get("gather"):
             return contextlib.nullcontext()
         return self.engine.gathered(list(parameters), edit)
 
     def read(self, parameter: nn.Parameter) -> Tensor:
-        """A parameter that is computed with outside of its module's forward."""
+        """A parameter for computations outside its module's forward."""
         return self.engine.read(parameter)
 
     # --- whole weights ---
 
     def state(self, name: str = "") -> dict[str, Tensor]:
-        """Whole parameters by name, in master precision."""
+        """Full parameters by name, in master precision."""
         return self.engine.state(self.models[name or next(iter(self.models))])
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Load whole parameters, all of them or some, the way the engine documents it."""
+        """Load full parameters, all or some, in the engine's documented way."""
         self.engine.load(self.model, state)
 
     def wait(self) -> None:
-        """Until every rank is here."""
+        """Wait until every rank is here."""
         self.engine.wait()
 
     # --- what comes out ---
 
     def record(self, what: str, value: Any) -> None:
-        """Keep a value to compare: a tensor, or anything that can be tested for equality."""
+        """Record a value for comparison: a tensor, or anything that can be tested for equality."""
         kept = torch.as_tensor(value).detach().clone() if isinstance(value, (Tensor, float, int)) else value
         key = self.at._replace(what=what)
         if key in self.found:

@@ -1,4 +1,4 @@
-"""Run cases on engines, each in processes of its own and within a time limit."""
+"""Run cases on engines, in separate processes with a time limit."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ REFERENCE_LIMIT = 180.0
 
 @dataclass(frozen=True)
 class Result:
-    """What came out of a case on an engine.
+    """The result of a case on an engine.
 
     Attributes:
-        setting: the remedy it ran with, None for the case as it is.
+        setting: the remedy it ran with, or None.
         status: equal, wrong, error, hang, n/a (cannot be written for this engine) or skipped (a package is missing).
-        error: the largest relative error, of equal and wrong.
-        text: where that error is, the first line of an error, where ranks hang, or the reason.
-        seconds: of the slowest rank.
+        error: the largest relative error, for equal and wrong.
+        text: the place of that error, the first line of an exception, the place where ranks hang, or the reason.
+        seconds: the time of the slowest rank.
     """
 
     case: str
@@ -39,7 +39,7 @@ class Result:
 
 
 class Runner:
-    """Holds the processes of one kind of engine and of the reference, and replaces them when a case ends badly."""
+    """Holds the processes of one kind of engine and of the reference, and replaces them after a failed case."""
 
     def __init__(self, world: int, limit: float) -> None:
         self.world, self.limit = world, limit
@@ -62,23 +62,23 @@ class Runner:
         return self.groups[family]
 
     def reference(self, name: str) -> str:
-        """The file with what one process gives.
+        """The file with the results of one process.
 
         Raises:
-            ConfigError: the case fails there: it is no case then.
+            ConfigError: the case fails there, so it is not a valid case.
         """
         if name not in self.references:
             path = str(Path(self.folder.name) / name)
             (answer,) = self.group("one").ask(Task(name, "one", None, self.world, path), REFERENCE_LIMIT)
             if answer.kind != "done":
-                ended = {"silent": f"it has not ended within {REFERENCE_LIMIT:.0f} s"}.get(answer.kind, answer.text)
-                raise ConfigError(f"Case {name} does not run in one process, which is its reference: {ended}")
+                ended = {"silent": f"it did not end within {REFERENCE_LIMIT:.0f} s"}.get(answer.kind, answer.text)
+                raise ConfigError(f"Case {name} does not run in one process, which is the reference: {ended}")
             self.references[name] = path
         return self.references[name]
 
     def run(self, name: str, engine: str, setting: str | None) -> Result:
-        """One case on one engine. What is not equal on a peer is repeated in fresh processes, and that counts:
-        no peer is blamed for what an earlier case has left behind."""
+        """Run one case on one engine. A peer's result that is not equal is repeated in fresh processes, and the
+        repetition counts: no peer is blamed for the effects of an earlier case."""
         case = case_named(name)
         reason = case.not_for.get(engine) or case.not_for.get(engine.partition("-")[0])
         if reason:
@@ -109,10 +109,10 @@ class Runner:
 
 
 def judge(task: Task, answers: list[Answer], tolerance: float) -> Result:
-    """One result of what all ranks said."""
+    """One result from the answers of all ranks."""
     seconds = round(max(answer.seconds for answer in answers), 2)
     base = (task.case, task.engine, task.setting)
-    # A rank that dies takes the connection of the others with it: their errors are its echo.
+    # A rank that dies breaks the connections of the others: their errors are only echoes.
     failed = [a for a in answers if a.kind == "died"] or [a for a in answers if a.kind == "error"]
     if failed:
         return Result(*base, "error", text=failed[0].text, seconds=seconds)
@@ -124,7 +124,7 @@ def judge(task: Task, answers: list[Answer], tolerance: float) -> Result:
 
 
 def available(engines: list[str]) -> list[str]:
-    """Those that are installed."""
+    """The engines that are installed."""
     there = importlib.util.find_spec("deepspeed") is not None
     return [name for name in engines if there or not name.startswith("deepspeed")]
 
@@ -141,7 +141,7 @@ def runner(world: int, limit: float) -> Iterator[Runner]:
 def run_all(
     names: list[str], engines: list[str], world: int, limit: float, report: Callable[[Result], None]
 ) -> list[Result]:
-    """Every case on every engine, with every setting; each result is reported as it comes."""
+    """Run every case on every engine, with every setting; each result is reported at once."""
     results: list[Result] = []
     with runner(world, limit) as own:
         for engine in engines:
@@ -153,7 +153,7 @@ def run_all(
 
 
 def failures(results: list[Result]) -> list[Result]:
-    """Where ours is not equal."""
+    """The results of our engine that are not equal."""
     return [r for r in results if r.engine.startswith("ours") and r.status not in ("equal", "skipped")]
 
 

@@ -1,4 +1,4 @@
-"""What one sees while cases run: a table that fills on a terminal, plain lines elsewhere."""
+"""The view of running cases: a table that fills up on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ HEADINGS = {"ddp": "DDP", "fsdp2": "FSDP2"}
 
 
 def heading(engine: str) -> str:
-    """The name of an engine as people know it."""
+    """The usual name of an engine."""
     family, _, stage = engine.partition("-")
     return {"ours": f"ours {stage}", "deepspeed": f"ZeRO-{stage}"}.get(family) or HEADINGS[engine]
 
 
 def worded(result: Result) -> str:
-    """The status; with the largest relative error, where the numbers are wrong."""
+    """The status, with the largest relative error if results are wrong."""
     if result.status != "wrong":
         return result.status
     return "wrong" if result.error == float("inf") else f"wrong {result.error:.0e}"
 
 
 def cell(results: list[Result]) -> str:
-    """The case as it is, then with each setting that is documented for it."""
+    """The result of the unchanged case, then with each documented setting."""
     return " > ".join(worded(result) for result in results)
 
 
@@ -50,7 +50,7 @@ class Lines:
 
 
 class Live:
-    """A table of cases and engines that fills while they run. As many rows as fit; all of them at the end."""
+    """A table of cases and engines that fills up while they run. It shows as many rows as fit, and all at the end."""
 
     def __init__(self, names: list[str], engines: list[str]) -> None:
         from rich.live import Live as RichLive
@@ -97,7 +97,7 @@ def view(names: list[str], engines: list[str]) -> Lines | Live:
 
 
 def summary(results: list[Result]) -> list[str]:
-    """A line for each engine: how its cases end, as they are and with the best documented setting."""
+    """A line for each engine: the results of its cases, unchanged and with the best documented setting."""
     lines = []
     for engine in dict.fromkeys(result.engine for result in results):
         own = [result for result in results if result.engine == engine]

@@ -1,4 +1,4 @@
-"""Compare what came out on a rank with what one process gave."""
+"""Compare the results of a rank with those of one process."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 
 from shardproof.casebook.run import Key
 
-FLOOR = 1e-2  # errors are relative to the largest magnitude in a tensor, at least to this
+FLOOR = 1e-2  # errors are relative to the largest magnitude in a tensor, but at least to this
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest relative error, and where it is; infinite where a value is missing or of another shape."""
+    """The largest relative error, and where it is; infinite if a value is missing or has another shape."""
 
     error: float
     where: str
 
 
 def compare(found: dict[Key, Any], expected: dict[Key, Any], rank: int | None) -> Difference:
-    """The worst of all values that belong to `rank` or to every rank."""
+    """The worst difference over all values that belong to `rank` or to every rank."""
     worst = Difference(0.0, "")
     mine = {key for key in expected if key.rank in (None, rank)} if rank is not None else set(expected)
     for key in sorted(mine | found.keys(), key=str):

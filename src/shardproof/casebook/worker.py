@@ -1,7 +1,7 @@
-"""The processes that run cases: ranks of one gloo group, which take task after task until one of them goes wrong.
+"""The processes that run cases: ranks of one gloo group, which run task after task until one fails.
 
-They are forked from a server that has imported everything, so that replacing them costs little, and imports do not
-count as the time of a case.
+They are forked from a server that has imported everything, so that replacing them is cheap, and imports do not count
+towards the time of a case.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 START_LIMIT = 600.0  # seconds: DeepSpeed may compile its communication when it is used for the first time
-PATIENCE, LOOK = 4, 3.0  # times the limit, for a rank that computes; seconds between looks at that
-GRACE = 3.0  # how long other ranks may take to fail by themselves after one has
-# What a script calls, where nobody looks for the reason of a hang.
+PATIENCE, LOOK = 4, 3.0  # PATIENCE: times the limit, for a rank that computes; LOOK: seconds between checks
+GRACE = 3.0  # seconds for other ranks to fail by themselves after one has
+# Modules that a script calls, which are skipped in the report of a hang.
 HERE = Path(__file__).parent
 PATHS = sysconfig.get_paths()
 LIBRARIES = (
@@ -51,7 +51,7 @@ class Task:
 
 
 def perform(task: Task, folder: Path) -> tuple[float, str]:
-    """Run it on this rank. Returns the largest relative error and where it is."""
+    """Run a task on this rank. Returns the largest relative error and its place."""
     import torch
     import torch.distributed as dist
 
@@ -75,7 +75,7 @@ def perform(task: Task, folder: Path) -> tuple[float, str]:
 
 
 def warm_up(family: str) -> None:
-    """What an engine does once in a process: it does not count as the time of its first case."""
+    """Do an engine's one-time work in a process, so that it does not count towards the time of its first case."""
     warnings.simplefilter("ignore")
     if family == "deepspeed":
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -86,7 +86,7 @@ def warm_up(family: str) -> None:
 
 def rank_main(rank: int, world: int, family: str, folder: str, pipe: Any) -> None:
     """A rank: join the group, then take tasks from the pipe until it closes."""
-    os.setpgid(0, 0)  # whatever it starts can be killed with it; Ctrl-C is for the parent
+    os.setpgid(0, 0)  # its children can be killed with it; Ctrl-C goes to the parent
     stacks = open(f"{folder}/rank{rank}.stacks", "w")  # noqa: SIM115 - lives as long as the process
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     out = os.open(f"{folder}/rank{rank}.out", os.O_CREAT | os.O_WRONLY)
@@ -106,7 +106,7 @@ def rank_main(rank: int, world: int, family: str, folder: str, pipe: Any) -> Non
         try:
             task = pipe.recv()
         except EOFError:
-            os._exit(0)  # the parent has closed the group: there is nobody to say goodbye to
+            os._exit(0)  # the parent has closed the group: exit without cleanup
         gc.collect()
         started = time.perf_counter()
         try:
@@ -119,7 +119,7 @@ def rank_main(rank: int, world: int, family: str, folder: str, pipe: Any) -> Non
 
 
 def processor_seconds(pid: int) -> float:
-    """What a process has computed so far; nothing, if it is gone."""
+    """The CPU time of a process so far; 0 if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except FileNotFoundError:
@@ -128,7 +128,7 @@ def processor_seconds(pid: int) -> float:
 
 
 def first_line(failure: BaseException) -> str:
-    """The type and the first line of an error; where it was raised, if it says nothing."""
+    """The type and the first line of an error, or where it was raised if it has no text."""
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     if not lines:
         frame = traceback.extract_tb(failure.__traceback__)[-1]
@@ -138,7 +138,7 @@ def first_line(failure: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank said: `ready`, `done`, `error`, `died` or `silent`."""
+    """The answer of a rank: `ready`, `done`, `error`, `died` or `silent`."""
 
     kind: str
     error: float = 0.0
@@ -147,7 +147,7 @@ class Answer:
 
 
 class Group:
-    """`world` processes for one kind of engine. `used` tells whether they have run anything yet."""
+    """`world` processes for one kind of engine. `used`: whether they have run anything yet."""
 
     def __init__(self, world: int, family: str) -> None:
         self.world, self.used = world, False
@@ -170,15 +170,15 @@ class Group:
             raise RuntimeError(f"{world} processes did not start in {START_LIMIT:.0f} s: {answers}")
 
     def ask(self, task: Task, limit: float) -> list[Answer]:
-        """What each rank has to say within `limit` seconds."""
+        """The answer of each rank within `limit` seconds."""
         self.used = True
         for pipe in self.pipes:
             pipe.send(task)
         return self._collect(limit)
 
     def _collect(self, limit: float) -> list[Answer]:
-        """One answer of each rank. A rank that still computes at the limit gets more time: on a busy machine it is
-        slow, and a hang stands still."""
+        """One answer from each rank. A rank that still computes at the limit gets more time: it may just be slow on a
+        busy machine, while a rank that hangs uses no CPU time."""
         answers = [Answer("silent")] * self.world
         waiting: dict[Any, int] = dict(zip(self.pipes, range(self.world), strict=True))
         deadline, last = time.monotonic() + limit, time.monotonic() + PATIENCE * limit
@@ -204,7 +204,7 @@ class Group:
         return answers
 
     def standing(self, rank: int) -> str:
-        """Where in the case's script a rank stands that does not answer."""
+        """The place in the case's script of a rank that does not answer."""
         path = Path(self.folder.name) / f"rank{rank}.stacks"
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.processes[rank].pid, signal.SIGUSR1)
@@ -222,15 +222,15 @@ class Group:
         return f"rank {rank} in {name} ({Path(file).name}:{line})"
 
     def last_words(self, rank: int) -> str:
-        """How a process ended, and what the C++ below it said."""
+        """How a process ended, and the output of its C++ code."""
         said = re.findall(r"what\(\):\s*(.+)", (Path(self.folder.name) / f"rank{rank}.out").read_text(errors="replace"))
         text = f"the process died, exit code {self.processes[rank].exitcode}"
         return f"{text}: {said[-1]}" if said else text
 
     def close(self) -> None:
-        """End every process and what it has started."""
+        """End every process and its children."""
         for process in self.processes:
-            for kill in (os.killpg, os.kill):  # the group exists once the process has made it
+            for kill in (os.killpg, os.kill):  # the group exists only once the process has made it
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     kill(process.pid, signal.SIGKILL)
         for process in self.processes:

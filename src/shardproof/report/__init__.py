@@ -1,1 +1,1 @@
-"""What a person sees of a run: the terminal view, the picture of the loss. Imports no engine."""
+"""The views of a run: terminal, report page, plot of the loss. Does not import the engine."""

@@ -1,4 +1,4 @@
-"""One page that needs nothing else: style, program and the numbers of runs in a single file."""
+"""A self-contained page: style, script and the data of runs in a single file."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ SCRIPTS = ("base.js", "chart.js", "timeline.js", "page.js")
 
 
 def data_of(folders: Sequence[Path], live: bool = False) -> dict[str, Any]:
-    """What the page shows of these runs, as plain JSON."""
-    version = version_now(folders)  # before they are read: what comes meanwhile is found the next time
+    """The page's data about these runs, as plain JSON."""
+    version = version_now(folders)  # before reading: later changes are found the next time
     runs = [load_run(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
     made = time.strftime("%Y-%m-%d %H:%M")
     return {"runs": runs, "made": made, "live": live, "version": version}
 
 
 def version_now(folders: Sequence[Path]) -> str:
-    """Another word whenever a file of these runs has changed."""
+    """A string that changes whenever a file of these runs does."""
     return hashlib.sha256(version_of(folders).encode()).hexdigest()[:16]
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """The last parts of paths, as many as tell them apart."""
+    """The last parts of paths, as many as are needed to distinguish them."""
     parts = [folder.absolute().parts[1:] or ("/",) for folder in folders]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-count:]) for part in parts]
         if len(set(names)) == len(names):
             return names
-    return [f"{folder.name} ({number})" for number, folder in enumerate(folders, 1)]  # the same one twice
+    return [f"{folder.name} ({number})" for number, folder in enumerate(folders, 1)]  # the same folder twice
 
 
 def page_of(data: dict[str, Any]) -> str:
-    """The page. It loads nothing: a content policy in it allows its own style and program by their hashes, and asking
-    the server it came from only if `data` is live."""
+    """The page. It loads nothing: its content security policy allows only its own style and script, by their hashes,
+    and requests to its server only if `data` is live."""
     room = files("shardproof.report") / "page"
     script = "\n".join((room / name).read_text(encoding="utf-8") for name in SCRIPTS)
     style = (room / "page.css").read_text(encoding="utf-8")
@@ -60,13 +60,13 @@ def page_of(data: dict[str, Any]) -> str:
 
 
 def in_script(data: Any) -> str:
-    """JSON that nothing in it can end: inside of a script element only `</script` and `<!--` mean something."""
+    """JSON that is safe inside a script element, where only `</script` and `<!--` are special."""
     text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no word for inf and nan, and UTF-8 none for half of a character."""
+    """Replace inf and nan, which JSON cannot hold, and lone surrogates, which UTF-8 cannot."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):

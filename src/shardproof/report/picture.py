@@ -1,4 +1,4 @@
-"""The picture of the loss, from metrics.jsonl alone."""
+"""The plot of the loss, from metrics.jsonl alone."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_loss(metrics: Path, picture: Path, title: str) -> bool:
-    """Draw training and evaluation loss over the steps; False where matplotlib is not installed, or where the picture
-    cannot be written, which is told: a run that has its weights does not end for it."""
+    """Draw training and evaluation loss over the steps. Returns False if matplotlib is not installed, or if the file
+    cannot be written, which is logged: a run with saved weights must not fail because of it."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -36,7 +36,7 @@ def draw_loss(metrics: Path, picture: Path, title: str) -> bool:
             line = thin(([step for step, _ in points], [value for _, value in points]))
             axes.plot(*line, label=key.replace("_", " "), **style)  # type: ignore[arg-type]
     axes.set(xlabel="step", ylabel="loss")
-    axes.set_title(title, parse_math=False)  # a path may have dollars in it
+    axes.set_title(title, parse_math=False)  # a path may contain dollars
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     try:

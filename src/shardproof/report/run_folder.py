@@ -1,6 +1,6 @@
-"""A run as it lies in its folder: whatever is there, of a run that goes on, was killed, or is damaged.
+"""Read the folder of a run, whether it is running, was killed, or is damaged.
 
-Nothing here raises for what a file holds: what cannot be read is told in `notes`.
+Nothing here raises because of the contents of a file: unreadable files are reported in `notes`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from shardproof.report.samples import spread_samples
 CONFIG, METRICS, COMPLETIONS, ERRORS, MODEL = "config.yaml", "metrics.jsonl", "completions.jsonl", "error.txt", "model"
 TIMELINES, REPORT, LOCK = "timeline.rank*.json", "report.html", ".lock"
 
-POINTS = 1200  # of a line of the page
-RANK_POINTS = 4000  # of the lines of all ranks together
-RANK_RECORDS = 10_000  # of more records than this, every second, third ... is read for what ranks did
+POINTS = 1200  # per line of the page
+RANK_POINTS = 4000  # for the lines of all ranks together
+RANK_RECORDS = 10_000  # above this number, only every second, third ... record is read for the ranks' lines
 
-SAME_MOMENT = 5.0  # seconds within which a run writes its last step and its error, or a copy of a folder its files
+SAME_MOMENT = 5.0  # seconds within which a run writes its last step and its error, or a folder is copied
 
 # Not drawn over the steps.
 _NOT_A_SERIES = {"step", "steps", "seconds", "tokens", "memory", "epoch"}
@@ -38,7 +38,7 @@ def is_run(folder: Path) -> bool:
 
 
 def load_run(folder: Path, name: str) -> dict[str, Any]:
-    """What the page shows of a run, as plain JSON."""
+    """The page's data about a run, as plain JSON."""
     notes: list[str] = []
     records = _in_order(_json_lines(folder / METRICS, notes))
     logged = [record for record in records if "loss" in record]
@@ -66,7 +66,7 @@ def load_run(folder: Path, name: str) -> dict[str, Any]:
 
 
 def version_of(folders: Iterable[Path]) -> str:
-    """Changes when a file of these runs does, or one begins or ends."""
+    """A string that changes when a file of these runs does, or when a run starts or ends."""
     parts = []
     for folder in folders:
         names = [CONFIG, METRICS, COMPLETIONS, ERRORS, MODEL]
@@ -96,15 +96,15 @@ def _json_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
                 except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
                     lost += 1
     except FileNotFoundError:
-        notes.append(f"There is no {path.name}.")
+        notes.append(f"{path.name} does not exist.")
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror}.")
     if lost:
-        notes.append(f"{lost} line(s) of {path.name} are no record; the last line of a run that was killed may be cut.")
+        notes.append(f"{lost} line(s) of {path.name} are not records; the last line of a killed run may be incomplete.")
 
 
 def _in_order(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By step; where a run went over a step again, what it wrote last counts."""
+    """The records by step; if a run repeated a step, its last record counts."""
     newest = {(r["step"], "loss" in r, "eval_loss" in r): r for r in records}
     return sorted(newest.values(), key=lambda r: r["step"])
 
@@ -115,7 +115,7 @@ def _config(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
-        notes.append(f"There is no {path.name}.")
+        notes.append(f"{path.name} does not exist.")
         return {}
     except (OSError, yaml.YAMLError):
         notes.append(f"{path.name} cannot be read.")
@@ -143,7 +143,7 @@ def _timelines(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _check_timeline(told: dict[str, Any]) -> None:
-    """Raise ValueError or TypeError for what is no timeline."""
+    """Raise ValueError or TypeError for anything that is not a timeline."""
     widths = (("computed", 2, 2), ("moved", 3, 3), ("met", 1, 2))
     for key, words, times in widths:
         for row in told[key]:
@@ -154,15 +154,15 @@ def _check_timeline(told: dict[str, Any]) -> None:
 
 
 def _state(folder: Path, logged: list[dict[str, Any]]) -> tuple[str, str]:
-    """In a word and in a sentence how the run stands, from what it left. Of a run that goes on in a folder, weights and
-    errors of before say nothing."""
+    """The state of the run, as a word and as a sentence, from its files. If a run continues in the folder, earlier
+    weights and errors are ignored."""
     steps, last = (logged[-1]["steps"], logged[-1]["step"]) if logged else (0, 0)
     changed = _changed(folder / METRICS)
-    # A moment, for a page that is opened later, or waits for a run that hangs, would count from when it was made.
+    # A point in time, since an age would be wrong in a page that is opened later, or that watches a run that hangs.
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(changed))
-    since = f"last step at {when}" if logged else "no step is recorded yet"
+    since = f"last step at {when}" if logged else "no step recorded yet"
     if _at_work(folder):
-        return "open", f"it goes on; {since}"
+        return "open", f"running; {since}"
     if (folder / MODEL).exists():
         if steps and last < steps:
             return "stopped", f"stopped after step {last:,} of {steps:,}; its weights are saved"
@@ -172,25 +172,25 @@ def _state(folder: Path, logged: list[dict[str, Any]]) -> tuple[str, str]:
         if lines and _changed(folder / ERRORS) >= changed - SAME_MOMENT:
             return "failed", f"failed: {lines[-1][:300]}"
     if not logged:
-        return "empty", "no step is recorded"
-    return "open", f"no end is recorded: it was killed, or goes on on another machine; {since}"
+        return "empty", "no step recorded"
+    return "open", f"no end recorded: it was killed, or is running on another machine; {since}"
 
 
 def _changed(path: Path) -> float:
-    """When, in seconds since 1970; 0 where there is none."""
+    """The modification time in seconds since 1970; 0 if the file does not exist."""
     with contextlib.suppress(OSError):
         return path.stat().st_mtime
     return 0.0
 
 
 def _at_work(folder: Path) -> bool:
-    """Whether a process of this machine is at work in the folder of a run, as its lock says. The lock itself is left
-    alone: who tried it would keep a run out that begins just then."""
+    """Whether a process on this machine is working in the folder of a run, according to its lock file. The lock itself
+    is not tried, since that could keep out a run that is just starting."""
     with contextlib.suppress(OSError, ValueError):
         word, number, _, host = (folder / LOCK).read_text(encoding="utf-8").split()
         if word == "process" and host == socket.gethostname():
-            with contextlib.suppress(PermissionError):  # it is somebody else's
-                os.kill(int(number), 0)  # no signal
+            with contextlib.suppress(PermissionError):  # another user's process
+                os.kill(int(number), 0)  # only checks that it exists
             return True
     return False
 
@@ -203,7 +203,7 @@ def _finite(value: Any) -> bool:
 
 
 def _lines(records: list[dict[str, Any]]) -> tuple[dict[str, Line], dict[str, list[int]]]:
-    """By name what was recorded over the steps; and the steps at which it was inf or nan."""
+    """The recorded values over the steps, by name, and the steps at which they were inf or nan."""
     lines: dict[str, Line] = {}
     unfinite: dict[str, list[int]] = {}
     for record in records:
@@ -220,7 +220,7 @@ def _lines(records: list[dict[str, Any]]) -> tuple[dict[str, Line], dict[str, li
 
 
 def _rank_lines(logged: list[dict[str, Any]]) -> tuple[list[str], dict[str, list[Line]]]:
-    """What each rank did in a step; of many ranks the least, the middle and the most."""
+    """The values of each rank per step; for many ranks the minimum, median and maximum."""
     told = [r for r in logged if isinstance(r.get("ranks"), dict) and isinstance(r["ranks"].get("memory"), list)]
     if not told:
         return [], {}
@@ -229,7 +229,7 @@ def _rank_lines(logged: list[dict[str, Any]]) -> tuple[list[str], dict[str, list
     names = (
         [f"{which} of {of[0]} ranks" for which in ("least", "middle", "most")] if isinstance(of, list) and of else []
     )
-    # Where a run went on from the checkpoint of another, its first record tells of as many steps as the second.
+    # If a run resumed from another's checkpoint, its first record covers as many steps as the second.
     first = max(0, 2 * told[0]["step"] - told[1]["step"]) if told[1:] else 0
     before = [first, *(record["step"] for record in told)]
     lines: dict[str, list[Line]] = {}
@@ -249,7 +249,7 @@ def _rank_lines(logged: list[dict[str, Any]]) -> tuple[list[str], dict[str, list
 
 
 def _of_ranks(ranks: dict[str, Any], steps: int) -> dict[str, list[float]]:
-    """Of one record: what is drawn of the ranks, for each step of those it tells of."""
+    """The plotted values of the ranks in one record, per step that it covers."""
     found: dict[str, list[float]] = {}
     with contextlib.suppress(TypeError, KeyError, ValueError, ZeroDivisionError):
         found |= {key: ranks[key] for key in ("tokens_per_second", "memory", "held")}
@@ -262,7 +262,7 @@ def _of_ranks(ranks: dict[str, Any], steps: int) -> dict[str, list[float]]:
 
 
 def _derived(logged: list[dict[str, Any]]) -> dict[str, Line]:
-    """Seconds of a step, between records, without evaluations."""
+    """Seconds per step, between records, without evaluations."""
     steps: list[float] = []
     values: list[float] = []
     for before, record in itertools.pairwise(logged):
@@ -274,7 +274,7 @@ def _derived(logged: list[dict[str, Any]]) -> dict[str, Line]:
 
 
 def _summary(logged: list[dict[str, Any]], lines: dict[str, Line]) -> dict[str, float | None]:
-    """The numbers at the top of the page; what is not recorded is left out, and None what is no finite number."""
+    """The numbers at the top of the page; those not recorded are left out, and non-finite ones are None."""
 
     def values(key: str) -> list[float]:
         return sorted(lines.get(key, ([], []))[1])
@@ -296,7 +296,7 @@ def _summary(logged: list[dict[str, Any]], lines: dict[str, Line]) -> dict[str, 
 
 
 def thin(line: Line, most: int = POINTS) -> Line:
-    """At most `most` points of a line, its least and its greatest value of each stretch among them."""
+    """At most `most` points of a line, including the minimum and maximum of each section."""
     steps, values = line
     if len(steps) <= most:
         return line

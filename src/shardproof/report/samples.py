@@ -1,4 +1,4 @@
-"""Answers that a run has written down, from places spread over the file: it may be large."""
+"""Generated answers from a run's file, sampled across it, since it may be large."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONGEST = 4000  # characters of one text
 
 def spread_samples(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Up to `OF_ONE_STEP` answers of up to `PLACES` steps, in the order of the steps, each with `step`, `prompt`,
-    `completion` (texts), `rewards`, `advantage` and `right`, the answer that there should have been (or None)."""
+    `completion` (texts), `rewards`, `advantage` and `right`, the reference answer (or None)."""
     found: dict[int, list[dict[str, Any]]] = {}
     try:
         size = path.stat().st_size
@@ -22,7 +22,7 @@ def spread_samples(path: Path, notes: list[str]) -> list[dict[str, Any]]:
             for place in range(PLACES):
                 file.seek(size * place // PLACES)
                 if place:
-                    file.readline()  # the rest of a line
+                    file.readline()  # skip the rest of a line
                 read = _of_a_step(file)
                 if read and read[0]["step"] not in found:
                     found[read[0]["step"]] = read
@@ -40,7 +40,7 @@ def spread_samples(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _of_a_step(file: Any) -> list[dict[str, Any]]:
-    """The next answers, all of one step."""
+    """The next answers, all from one step."""
     read: list[dict[str, Any]] = []
     for _ in range(4 * OF_ONE_STEP):
         line = file.readline()

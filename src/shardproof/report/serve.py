@@ -1,4 +1,4 @@
-"""The page of runs that go on, for a browser on this machine."""
+"""Serve the page of running runs to a browser on this machine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves `/`, the page, and `/data.json`, its numbers, or 304 where they are still those of `?version=`.
+    """Serves `/`, the page, and `/data.json`, its data, or 304 if it is still at `?version=`.
 
     Args:
-        folders: of the runs.
+        folders: the folders of the runs.
         host, port: where to listen; port 0 takes a free one.
-        anybody: answer also what is not addressed to this machine by its loopback names. Else that is refused: a
-            page of another site may have its own name point here.
+        anybody: also answer requests that do not address this machine by a loopback name. Otherwise they are refused,
+            since another site may make its own name point here.
     """
 
     daemon_threads = True
@@ -35,7 +35,7 @@ class PageServer(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that has left before it had all is no news."""
+        """Ignore a browser that disconnects early."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -45,7 +45,7 @@ class PageServer(ThreadingHTTPServer):
         return f"http://[{host!s}]:{port}/" if ":" in str(host) else f"http://{host!s}:{port}/"
 
     def data(self) -> dict[str, Any]:
-        """The numbers; read again only when a file has changed."""
+        """The data, read again only when a file has changed."""
         with self._lock:
             if not self._known or self._known["version"] != version_now(self.folders):
                 self._known = data_of(self.folders, live=True)
@@ -59,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
         asked = urlsplit(self.path)
         host = self.headers.get("Host", "").rsplit(":", 1)[0] if "]" not in self.headers.get("Host", "") else "[::1]"
         if not self.server.anybody and host not in LOOPBACK:
-            self._answer(403, "text/plain", "This page is for the machine that it is served on.\n")
+            self._answer(403, "text/plain", "This page is only available on the machine that serves it.\n")
         elif asked.path == "/":
             self._answer(200, "text/html", page_of(self.server.data()))
         elif asked.path == "/data.json":
@@ -69,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._answer(200, "application/json", in_script(data))
         else:
-            self._answer(404, "text/plain", "There is / and /data.json.\n")
+            self._answer(404, "text/plain", "Only / and /data.json exist.\n")
 
     def _answer(self, code: int, kind: str, text: str) -> None:
         body = text.encode()
@@ -83,4 +83,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are no news."""
+        """Do not log requests."""

@@ -1,4 +1,4 @@
-"""What a run looks like while it runs: a progress bar on a terminal, plain lines elsewhere."""
+"""The view of a run in progress: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import time
 from typing import Any
 
 SAMPLES = 8  # answers shown in a run
-EACH_RANK = 4  # of more ranks than this, least and most are shown
-# Beside the loss.
+EACH_RANK = 4  # with more ranks than this, minimum and maximum are shown
+# Values shown besides the loss.
 TOLD = {"reward": "reward", "teacher_kl": "teacher KL", "rewards/margins": "margin", "accuracy": "accuracy"}
 TOLD |= {"macro_f1": "F1", "mae": "mean error", "pearson": "correlation"}
 TOLD |= {"exact_match": "exact match", "rouge_l": "ROUGE-L"}
 
 
 class Share:
-    """How much of a long piece of work is done, on stderr: a bar on a terminal, elsewhere a line now and then. Work of
-    less than `quiet` seconds is not told of.
+    """The progress of a long task, on stderr: a bar on a terminal, elsewhere an occasional line. Tasks of less than
+    `quiet` seconds are not reported.
 
     Args:
-        name: what is done, in a word or two, unless a call says otherwise.
-        shown: whether to say anything: one rank does.
+        name: the task, in a word or two, unless a call overrides it.
+        shown: whether to report: only one rank does.
     """
 
     def __init__(self, name: str, shown: bool = True, quiet: float = 10.0) -> None:
         self.name, self.shown, self.quiet = name, shown, quiet
         self.now = name
         self.bar: Any = None
-        self.first = self.done = 0  # what was through when it was heard of, and is now
+        self.first = self.done = 0  # the amount done at the first call, and now
         self.started = self.last = 0.0
 
     def __call__(self, done: int, total: int, name: str = "") -> None:
-        """`done` of `total` are through. Fewer than before: this is of other work, which begins."""
+        """`done` of `total` are finished. Fewer than before means that a new task starts."""
         if not self.shown:
             return
         self.now = name or self.name
@@ -42,7 +42,7 @@ class Share:
             print(text, file=sys.stderr, flush=True)
 
     def measured(self, done: int, total: int) -> str:
-        """The same in words; nothing where all is through, or the first of it."""
+        """The progress as text; empty at the start and at the end."""
         now = time.perf_counter()
         if done < self.done or not self.done:
             self.first, self.started, self.last = done, now, now
@@ -53,7 +53,7 @@ class Share:
         return f"{self.now}: {100 * done / total:.0f} %  {left} left"
 
     def line(self, done: int, total: int) -> str:
-        """The same where a line is due: rarely, where it takes hours."""
+        """The progress as text if a line is due: rarely, for tasks that take hours."""
         text, now = self.measured(done, total), time.perf_counter()
         if not text or now - self.last < max(self.quiet, (now - self.started) / 10):
             return ""
@@ -122,7 +122,7 @@ class Lines(Silent):
             return
         self.shown = step
         a_step = (time.perf_counter() - self.started) / max(step - self.done, 1)
-        left = f"  {clock(a_step * (self.steps - step))} left" if step > self.done else ""  # else nothing is known
+        left = f"  {clock(a_step * (self.steps - step))} left" if step > self.done else ""  # otherwise unknown
         held = "".join(f"  {text}" for text in resources(record))
         print(f"step {step}/{self.steps}  {describe(record)}{held}{left}", flush=True)
 
@@ -190,13 +190,13 @@ def view() -> Silent:
 
 
 def restore() -> None:
-    """Show the cursor again, which the bar of a process that was killed has hidden."""
+    """Show the cursor again after a process was killed while its bar had hidden it."""
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)
 
 
 def describe(record: dict[str, Any]) -> str:
-    """The numbers of a record in a few words."""
+    """The numbers of a record as a short text."""
     prefix = "eval_" if "eval_loss" in record else ""
     known = {name: record.get(prefix + name) for name in TOLD}
     told = "".join(f"  {TOLD[name]} {value:.4f}" for name, value in known.items() if isinstance(value, float))
@@ -210,8 +210,8 @@ def describe(record: dict[str, Any]) -> str:
 
 
 def resources(record: dict[str, Any]) -> list[str]:
-    """What the ranks held after the last step, and what one of them at most gathered, reduced and sent since the
-    last record, in a few words; nothing where that was not recorded."""
+    """The memory of the ranks after the last step, and the maximum that one of them gathered, reduced and sent since
+    the last record, as short texts; empty if not recorded."""
     ranks = record.get("ranks")
     if not ranks:
         return []
@@ -225,7 +225,7 @@ def resources(record: dict[str, Any]) -> list[str]:
 
 
 def size(value: float) -> str:
-    """Bytes in a few letters."""
+    """Bytes as a short text."""
     units = ["B", "kB", "MB", "GB", "TB"]
     while value >= 999.5 and len(units) > 1:
         value, units = value / 1000, units[1:]
@@ -233,13 +233,13 @@ def size(value: float) -> str:
 
 
 def sample(record: dict[str, Any]) -> str:
-    """One answer that was generated, and what it was worth."""
+    """A generated answer and its reward."""
     rewards = "  ".join(f"{name} {value:.2f}" for name, value in record["rewards"].items() if value is not None)
     asked, answered = record["prompt"], record["completion"]
     asked = asked if isinstance(asked, str) else said(asked[-1].get("content"))
     answered = answered if isinstance(answered, str) else " ".join(filter(None, map(_turn, answered)))
     lines = {"asked": _shortened(asked), "answered": _shortened(answered)}
-    if "labels" in record:  # of a row that says what is right
+    if "labels" in record:  # the row has a reference answer
         lines["right"] = _shortened(record["labels"])
     if rewards:
         lines["worth"] = rewards
@@ -247,7 +247,7 @@ def sample(record: dict[str, Any]) -> str:
 
 
 def _turn(turn: dict[str, Any]) -> str:
-    """What a turn of an answer says, calls, or gives back."""
+    """The text, call or result of a turn of an answer."""
     text = str(turn.get("content") or "")
     if turn.get("role") == "tool":
         return f"-> {text}"
@@ -261,7 +261,7 @@ def _arguments(given: Any) -> str:
 
 
 def said(content: Any) -> Any:
-    """The text of a turn; `<image>` stands for a picture."""
+    """The text of a turn; `<image>` stands for an image."""
     if not isinstance(content, list):
         return content
     return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)

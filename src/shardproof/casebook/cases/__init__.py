@@ -1,1 +1,1 @@
-"""One file a case. Each defines `CASE`."""
+"""One file per case. Each defines `CASE`."""

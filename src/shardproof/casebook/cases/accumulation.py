@@ -1,6 +1,7 @@
 """Gradient accumulation over unequal micro-batches, with clipping: the same numbers at every stage.
 
-Curves that differ by stage, bucket size or accumulation were reported again and again, and closed for inactivity.
+Curves that differ by stage, bucket size or accumulation were reported repeatedly, and the threads closed for
+inactivity.
 """
 
 from __future__ import annotations

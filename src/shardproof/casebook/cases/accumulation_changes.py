@@ -1,7 +1,7 @@
-"""The number of micro-batches of a step changes during training.
+"""The number of micro-batches per step changes during training.
 
-Where micro batch, accumulation and world size stand in one configuration and must multiply to a fourth number, they
-cannot: "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size".
+If micro batch, accumulation and world size are in one configuration and must multiply to a fourth number, this is
+impossible: "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Computing in bfloat16 with small steps: weights near one move by less than bfloat16 can tell.
+"""Computing in bfloat16 with small steps: weights near one move by less than bfloat16 can represent.
 
-Where the master weights are bfloat16 too they never move, and users raise the learning rate fourfold. Stage 0 in
-bfloat16 was a code path of its own in DeepSpeed, with its own scaling.
+If the master weights are bfloat16 too, they never move, and users raise the learning rate fourfold. Stage 0 in bfloat16
+was a separate code path in DeepSpeed, with its own scaling.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Each rank's batch decides which of three branches runs.
 
-ZeRO-3 and FSDP need every module called equally often on every rank. The ranks wait for each other without a word,
-or gather different modules at the same time and compute with each other's weights.
+ZeRO-3 and FSDP need every module called equally often on every rank. The ranks wait for each other silently, or gather
+different modules at the same time and compute with each other's weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Text-only batches leave the vision blocks unused, so the forward adds `sum(p.sum() ...) * 0.0` over them.
 
 Under DDP the dummy loss is what keeps unused parameters from being an error. Under ZeRO-3 the parameters are empty
-when they are summed outside of their own module, and backward fails: "invalid gradient at index 0 - got [0]".
+when they are summed outside their own module, and backward fails: "invalid gradient at index 0 - got [0]".
 """
 
 from __future__ import annotations

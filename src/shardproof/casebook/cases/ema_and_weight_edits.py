@@ -1,4 +1,4 @@
-"""An average of the weights is kept by hand, and put back in the middle of training.
+"""An average of the weights is kept by hand, and loaded back in the middle of training.
 
 Under ZeRO-3 an edit of a gathered weight is lost without modifier_rank, silently, and the average reads back empty
 tensors; ZeRO-1 and 2 step from a copy of the weights that does not see the edit.

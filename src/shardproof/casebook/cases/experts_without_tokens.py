@@ -41,7 +41,7 @@ class Mixture(Net):
 
 
 def batches(step: int, rank: int) -> list[Part]:
-    """Four tokens for two of four experts, other ones on each rank."""
+    """Four tokens for two of four experts, different ones on each rank."""
     (part,) = numbers(step, rank)
     route = torch.randint(0, 2, (4,), generator=draw(step, rank, 1)) + (2 * rank + step) % 3
     return [{**part, "route": route}]

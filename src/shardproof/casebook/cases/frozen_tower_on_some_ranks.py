@@ -1,7 +1,7 @@
-"""As `images_on_some_ranks`, with the tower frozen: there is no gradient to reduce, and FSDP hangs all the same.
+"""Like `images_on_some_ranks`, with the tower frozen: there is no gradient to reduce, but FSDP hangs nevertheless.
 
-The tower is a unit of its own, which is gathered by the ranks with an image only: an `_ALLGATHER_BASE` watchdog, or
-a stall of thirty minutes.
+The tower is a separate unit, which only the ranks with an image gather: an `_ALLGATHER_BASE` watchdog, or a stall of
+thirty minutes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A fused or chunked loss takes `lm_head.weight` by attribute, and never calls the head.
 
-As Liger's kernels do. Under ZeRO-3 the weight is empty there: "size mismatch", a ZeroDivisionError in Triton.
+Liger's kernels do this. Under ZeRO-3 the weight is empty there: "size mismatch", a ZeroDivisionError in Triton.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Generation in the middle of training, then training goes on.
 
-ZeRO-3 learns the order of modules and prefetches by it; after generation, or after hooks were taken off and put back,
-the trace is stale: "pop from an empty deque", "expected the next 4 parameters in the parameter fetch queue".
+ZeRO-3 learns the order of modules and prefetches by it; after generation, or after hooks were removed and restored, the
+trace is stale: "pop from an empty deque", "expected the next 4 parameters in the parameter fetch queue".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ranks generate different numbers of tokens, then train.
 
-Under ZeRO-3 and FSDP each token is a set of collectives: the rank that ends first leaves the others waiting, unless
-it goes on generating nothing (`synced_gpus=True`).
+Under ZeRO-3 and FSDP each token is a set of collectives: the rank that finishes first leaves the others waiting, unless
+it continues with dummy forward passes (`synced_gpus=True`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gradient norm that is shown and clipped by is that of the whole gradient, the same everywhere.
+"""The gradient norm that is logged and clipped by is that of the full gradient, the same everywhere.
 
 1656 against 0.025 at the same loss: the norm of a rank's slice, or of a rank's own gradient.
 """

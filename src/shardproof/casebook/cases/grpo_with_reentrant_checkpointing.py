@@ -27,7 +27,7 @@ def model() -> dict[str, nn.Module]:
 
 
 def batches(step: int, rank: int) -> list[Any]:
-    """One prompt, of which four completions are drawn."""
+    """One prompt, for which four completions are sampled."""
     return [torch.randint(2, 53, (1, 4), generator=draw(step, rank)).repeat(4, 1)]
 
 

@@ -1,7 +1,7 @@
-"""A new head is initialised after the engine has taken the model over.
+"""A new head is initialised after the model was handed to the engine.
 
 Under ZeRO-3 the initialisation runs on empty tensors and does nothing, silently; ZeRO-1 and 2 keep a copy of the
-weights that does not see it, and put the old values back at the first step.
+weights that does not see it, and restore the old values at the first step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Decoder blocks are marked as ZeRO-3 leaf modules, and most of the model stands still.
+"""Decoder blocks are marked as ZeRO-3 leaf modules, and most of the model is not updated.
 
-No error: the gradients of what lies inside are dropped, about 390 of 417 tensors stay bit-exact, the gradient norm
-is merely low. Every other engine has nothing to mark.
+There is no error: the gradients inside them are dropped, about 390 of 417 tensors stay bit-exact, the gradient norm is
+merely low. Other engines have nothing to mark.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardproof.casebook.run import Run
 
 
 class Layer(nn.Module):
-    """A decoder layer of two blocks that returns a tuple, as many do."""
+    """A decoder layer of two blocks that returns a tuple, as many implementations do."""
 
     def __init__(self) -> None:
         super().__init__()

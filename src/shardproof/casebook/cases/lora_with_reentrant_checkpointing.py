@@ -1,4 +1,4 @@
-"""LoRA with reentrant checkpointing: nothing that enters the checkpoint asks for a gradient, unless it is made to.
+"""LoRA with reentrant checkpointing: no input of the checkpoint requires a gradient, unless it is made to.
 
 Without `enable_input_require_grads` it is an error in plain torch too, or lora_B silently stays zero. With it, every
 adapter must move, at any stage.

@@ -1,6 +1,6 @@
 """A block holds a frozen base in bfloat16 and adapters in float32.
 
-One flat buffer for each unit cannot hold them: "Must flatten tensors with uniform dtype", "uniform requires_grad".
+A single flat buffer per unit cannot hold them: "Must flatten tensors with uniform dtype", "uniform requires_grad".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Training goes on at another stage: whole weights are taken out of one engine and put into the next.
+"""Training continues at another stage: full weights are taken out of one engine and loaded into the next.
 
-Checkpoints that are keyed by rank fit one number of ranks and one stage. This case covers the weights; the state of
-the optimizer begins anew, in one process too.
+Checkpoints that are keyed by rank fit one number of ranks and one stage. This case covers the weights; the optimizer
+state starts afresh, in the single process too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Ranks have unequal numbers of chunks; who has fewer runs the model on padding, and leaves the output out of the loss.
+"""Ranks have unequal numbers of chunks; those with fewer run the model on padding, and leave the output out of the
+loss.
 
-The forward passes match, the backward passes do not: under ZeRO-3 the other ranks wait until the communicator gives
-up. The fix in public is to add the padding's output times zero.
+The forward passes match, the backward passes do not: under ZeRO-3 the other ranks wait until the communicator times
+out. The public fix is to add the padding's output times zero.
 """
 
 from __future__ import annotations

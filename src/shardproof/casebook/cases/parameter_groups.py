@@ -1,7 +1,7 @@
-"""Learning rates by module: one for the tower, one for the head, none of them for what is left.
+"""Learning rates by module: one for the tower, one for the head, neither for the rest.
 
-Engines that flatten all parameters into one group give one rate to all; a head outside of the listed names is never
-updated.
+Engines that flatten all parameters into one group give one rate to all; a head that is not among the listed names is
+never updated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Control: nothing special. An engine that is not equal here is driven wrongly by the casebook."""
+"""Control: nothing special. If an engine is not equal here, the casebook uses it wrongly."""
 
 from __future__ import annotations
 

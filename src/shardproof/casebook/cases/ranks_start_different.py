@@ -1,6 +1,6 @@
-"""Every rank builds the model from a seed of its own.
+"""Every rank builds the model from its own seed.
 
-Where nobody broadcasts, each rank trains its own slice of another model: the loss is higher, and still falls.
+Without a broadcast, each rank trains its own slice of a different model: the loss is higher, but still falls.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A block that is used twice in one forward (a shared layer, a resampler, a twice-encoded image) is checkpointed.
 
-Reentrant checkpointing runs a backward pass of its own at each use. An engine that reduces a gradient when its hook
+Reentrant checkpointing runs a separate backward pass at each use. An engine that reduces a gradient when its hook
 fires sees it twice: "The parameter N has already been reduced", "marked as ready twice".
 """
 

@@ -1,7 +1,7 @@
 """DPO computes the reference's values for the whole data set before the first training step.
 
-The engine is not set up by then in most trainers: "'weight' must be 2-D" with ZeRO-3, tensors on two devices with
-ZeRO-2. Here the model is used from the moment it was handed over, in eval mode, by its own name.
+In most trainers the engine is not set up by then: "'weight' must be 2-D" with ZeRO-3, tensors on two devices with
+ZeRO-2. Here the model itself is used as soon as it was handed over, in eval mode.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A LoRA run is resumed from the adapter alone; the frozen base comes from the base model.
 
-Strict loading of a whole model from an adapter's file fails: "Missing key(s) in state_dict". An engine that saved
-what its optimizer owns brings the frozen weights back at random, silently.
+Strict loading of a whole model from an adapter's file fails: "Missing key(s) in state_dict". An engine that saved only
+what its optimizer owns restores the frozen weights as random values, silently.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A rotary position table, computed in float32 from a float32 buffer, in a model that is trained in bfloat16.
 
-An engine that casts buffers, or patches torch.arange, rounds positions above 256 to each other's: a higher loss with
-long contexts, and no error.
+An engine that casts buffers, or patches torch.arange, rounds positions above 256 to neighbouring ones: a higher loss
+with long contexts, and no error.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def train(run: Run) -> None:
 
     plain(run)
     whole = {"state_dict": run.state()} if "state_dict" in run.options else {}
-    folder = run.folder / str(run.engine.rank)  # each rank its own: PEFT writes on every rank that calls
+    folder = run.folder / str(run.engine.rank)  # one per rank: PEFT writes on every rank that calls it
     with run.gathered(run.module.parameters()):
         run.module.save_pretrained(folder, **whole)
     for name, value in safetensors.torch.load_file(folder / "adapter_model.safetensors").items():

@@ -1,6 +1,6 @@
 """A policy and a critic are trained side by side, against a frozen teacher.
 
-Engines with state of the whole process take one model only: "You can't use same Accelerator() instance with multiple
+Engines with process-global state take one model only: "You can't use same Accelerator() instance with multiple
 models", or the last one silently wins.
 """
 

@@ -1,9 +1,9 @@
 """An omni model has a talker that text training never calls, and that the loader has put somewhere else.
 
-In the thread the talker stays on the CPU while the rest is on the GPU, and ZeRO-3 stops with "two devices, cuda:0
-and cpu". This machine may have a single device, so "elsewhere" is a stand-in here: the talker's weights are mapped
-from a file instead of lying in memory, in another dtype than the thinker's, and its buffer in a third. What must
-come out: the thinker trains, the talker keeps every bit, its dtypes and its buffer.
+In the thread the talker stays on the CPU while the rest is on the GPU, and ZeRO-3 stops with "two devices, cuda:0 and
+cpu". This machine may have a single device, so "elsewhere" is a stand-in here: the talker's weights are mapped from a
+file instead of being in memory, in a different dtype from the thinker's, and its buffer in a third. Expected: the
+thinker trains, the talker keeps every bit, its dtypes and its buffer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Embedding and head are one tensor: they must stay one, be counted once, and be saved once.
 
-A gather that clones breaks the tie; the head is then saved beside the embedding, or the loader misses it.
+A gather that clones breaks the tie; the head is then saved in addition to the embedding, or the loader misses it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Ranks and micro-batches have unequal numbers of answer tokens, and the loss is the mean over all tokens.
 
 A mean of means is another loss: 138 against 6.4, or a curve that depends on the number of GPUs. The sum over answer
-tokens is divided by their number in the whole step, times the ranks that the engine averages over.
+tokens is divided by their number in the step on all ranks, and multiplied by the number of ranks that the engine
+averages over.
 """
 
 from __future__ import annotations

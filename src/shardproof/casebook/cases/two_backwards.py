@@ -1,6 +1,6 @@
 """Two losses over one forward, each with its own backward pass, before one step.
 
-A wrapper that does its work in `engine.backward()` and expects one of them fails on the second, or reduces half.
+A wrapper that does its work in `engine.backward()` and expects a single call fails on the second, or reduces half.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The data does not divide by the number of ranks: in the last steps some ranks have no batch.
 
-A hang at the end of the epoch. Every rank still calls `step()`; what must come out is that a rank without a batch
-contributes nothing.
+A hang at the end of the epoch. Every rank still calls `step()`; a rank without a batch must contribute nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Code runs the user's own model instead of the wrapper: another method, a sub-module, a reward head.
 
-"'weight' must be 2-D": the hooks that make weights whole sit on the wrapper's forward, and this way round they do
-not run.
+"'weight' must be 2-D": the hooks that gather weights are on the wrapper's forward, and do not run in this case.
 """
 
 from __future__ import annotations

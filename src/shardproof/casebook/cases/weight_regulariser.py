@@ -1,7 +1,7 @@
-"""The loss has a penalty on the weights: parameters are read outside of any module's forward.
+"""The loss has a penalty on the weights: parameters are read outside any module's forward.
 
-ZeRO-3 hands out a placeholder: a size error, or silently a penalty of nothing. FSDP2 hands out a DTensor, which does
-not mix with ordinary tensors.
+ZeRO-3 returns a placeholder: a size error, or silently a penalty of nothing. FSDP2 returns a DTensor, which does not
+mix with ordinary tensors.
 """
 
 from __future__ import annotations

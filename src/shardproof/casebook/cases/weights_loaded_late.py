@@ -1,7 +1,7 @@
-"""Whole weights are loaded into a model that the engine has taken over.
+"""Full weights are loaded into a model that was handed to the engine.
 
 Load paths that an engine hooks into change with every release around it: whole towers missing, "Cannot copy out of
-meta tensor". Each engine is driven through its own documented way of loading whole weights.
+meta tensor". For each engine its own documented way of loading full weights is used.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def memory(
         return [Check("plan", "memory", "warn", seen, "The model cannot be planned.")]
     rows = f"{batch.micro} row(s) of {length} tokens"
     if experts:
-        rows += f" and {config.chord_sft_per_device_train_batch_size} of experts of {experts}"  # type: ignore[union-attr]
+        rows += f" and {config.chord_sft_per_device_train_batch_size} expert row(s) of {experts}"  # type: ignore[union-attr]
     judgement = judged(config, rows, found, there)
     return [judgement, *([] if config.memory else room_elsewhere(config, batch, found.candidate))]
 

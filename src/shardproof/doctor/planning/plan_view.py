@@ -22,8 +22,8 @@ COLOURS = ("blue", "magenta", "cyan", "green", "yellow", "white")
 LOOK = {kind: (glyph, colour) for kind, glyph, colour in zip(KINDS, "█▓▒◆▞░", COLOURS, strict=True)}
 BAR, LEAST = 36, 10  # characters
 BARS = 5  # the index of the column with the bars
-LEGEND = """again: --gradient-checkpointing; rows: the most at once that fit GB: peak per process; sent: by each in a
-step; tokens/s: of all"""
+LEGEND = """again: --gradient-checkpointing; rows: the most at once that fit
+GB: peak per process; sent: by each in a step; tokens/s: of all"""
 
 
 def as_json(plan: Plan) -> str:
