@@ -309,8 +309,8 @@ def draw(found: dict[str, list[dict[str, float]]], file: Path) -> None:
     for name, label in (("step_cpu", "a step"), ("meeting_cpu", "a meeting")):
         here.plot([r["ranks"] for r in real], [r[name] for r in real], marker="o", ms=3, label=label)
     titles = {
-        step: "imagined ranks: the engine's part of a step, ms",
-        kept: "imagined ranks: memory of its objects, MB",
+        step: "simulated ranks: the engine's part of a step, ms",
+        kept: "simulated ranks: memory of its objects, MB",
         words: "a meeting's words without the messages, ms",
         here: "real ranks, 36 M: processor time of one, ms",
     }

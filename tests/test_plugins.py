@@ -117,14 +117,14 @@ def test_files_that_are_none_or_cannot_stand_beside_each_other(write, tmp_path: 
         (str(tmp_path / "my_plugin_fil.py"), "there is no such file. Did you mean .*my_plugin_file.py"),
         (str(tmp_path), "is a folder"),
         (str(tmp_path / "rows.jsonl"), r"a Python file \(.py\)"),
-        (write(FOCAL, "json.py"), "a module 'json' is there already"),
-        (write(FOCAL, "peft.py"), "a module 'peft' is there already"),
+        (write(FOCAL, "json.py"), "a module 'json' already exists"),
+        (write(FOCAL, "peft.py"), "a module 'peft' already exists"),
     ]:
         with pytest.raises(ConfigError, match=said):
             load([name])
     with pytest.raises(ConfigError, match=r"'focal' is already registered, at .*my_plugin_file.py:4"):
         load([file, write(FOCAL)])
-    with pytest.raises(ConfigError, match="a module 'my_plugin_file' is there already"):
+    with pytest.raises(ConfigError, match="a module 'my_plugin_file' already exists"):
         load([file, write(FOCAL.replace("focal", "x"), "sub/my_plugin_file.py")])
 
 
@@ -132,7 +132,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(write) -> None:
     plugins = load([write(FOCAL)])
     with pytest.raises(
         ConfigError,
-        match=r"--loss focl: there is no such loss\. Did you mean focal\?\nThere is answer, last_round,",
+        match=r"--loss focl: there is no such loss\. Did you mean focal\?\nKnown: answer, last_round,",
     ):
         plugins.find("loss", "focl")
     with pytest.raises(ConfigError, match=r'--row-format x: .*\n@shardproof.register_row_format\("x"\) in a file'):

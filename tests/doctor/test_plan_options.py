@@ -667,10 +667,10 @@ def test_experts_are_planned_as_long_as_they_are(tmp_path, many):
     processing = load_processing(folder, config)
     (ids,) = encoded_experts(config, processing)["input_ids"]
     told = memory(config, batch, folder, None, processing)[0].evidence
-    assert f"2 row(s) of 136 tokens and 1 of experts of {len(ids)}" in told
+    assert f"2 row(s) of 136 tokens and 1 expert row(s) of {len(ids)}" in told
     assert many <= len(ids) < 128
     (tmp_path / "experts.jsonl").unlink()
-    assert "1 of experts of 136" in memory(config, batch, folder, None, processing)[0].evidence
+    assert "1 expert row(s) of 136" in memory(config, batch, folder, None, processing)[0].evidence
 
 
 def told_by_a_rank(folder: str) -> str:

@@ -106,7 +106,7 @@ def test_no_number_that_cannot_be_keeps_a_run_from_being_shown(tmp_path: Path) -
     (folder / "completions.jsonl").write_text('{"step": 1e999, "prompt": "a", "completion": "b", "rewards": {}}\n')
     found = load_run(folder, "odd")
     assert (found["last"], found["steps"], found["samples"]) == (4, 20, [])
-    assert found["notes"][0].startswith("2 line(s) of metrics.jsonl are no record")
+    assert found["notes"][0].startswith("2 line(s) of metrics.jsonl are not records")
 
 
 def test_a_run_that_goes_on_where_one_failed_or_ended_goes_on(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shardproof.cli import options, training
 from shardproof.train.options.config import SftConfig
 
-DESCRIPTION = """Fine-tune a model on conversations, questions and answers, or raw text (with pictures, sounds, videos
+DESCRIPTION = """Fine-tune a model on conversations, questions and answers, or raw text (with images, audio, video
 where it takes them), on one or several processes and machines.
 'shardproof sft run.yaml' reads options from a file; what stands on the command line wins."""
 

@@ -346,7 +346,7 @@ class ShardedTrainerMixin(CountedOnce, AveragedLoss):
             pick_adapters(self.model, weights, self.adapters_saved(self.model))
         self._meet()  # the other ranks may hold less, and gather more
 
-    # --- checkpoints of Trainer's: the weights as it writes them, beside them what each rank holds -----
+    # --- Trainer's checkpoints: its weights, plus the state that each rank holds ------------------------
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.also_trained:

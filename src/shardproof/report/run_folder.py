@@ -227,7 +227,9 @@ def _rank_lines(logged: list[dict[str, Any]]) -> tuple[list[str], dict[str, list
     of = told[-1]["ranks"].get("of") if len(told[-1]["ranks"]["memory"]) == 3 else None
     count = max(len(told[-1]["ranks"]["memory"]), 1)
     names = (
-        [f"{which} of {of[0]} ranks" for which in ("least", "middle", "most")] if isinstance(of, list) and of else []
+        [f"{which} of {of[0]} ranks" for which in ("minimum", "median", "maximum")]
+        if isinstance(of, list) and of
+        else []
     )
     # If a run resumed from another's checkpoint, its first record covers as many steps as the second.
     first = max(0, 2 * told[0]["step"] - told[1]["step"]) if told[1:] else 0

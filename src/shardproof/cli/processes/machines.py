@@ -1,6 +1,6 @@
 """Several machines: the same command runs on each, through torch's elastic launcher, with the rendezvous on the first.
 
-[Note: by which address the others see a machine]
+[Note: the address of a machine]
 gloo listens at the address that the machine's own name resolves to. On Debian and Ubuntu that is 127.0.1.1, where no
 other machine can reach it, and all ranks wait for each other. The others can reach the address from which this machine
 connects to the rendezvous; only on the rendezvous machine itself, if its name resolves to a loopback address, another

@@ -28,7 +28,7 @@ def lengths(report: Any, config: RlhfConfig, rows: Iterable[Any] = ()) -> list[C
     status: Any = "fail" if lost + report.cut > SHARE * report.rows else "warn"
     cuts = [f"--truncation {end}" for end in ALGORITHMS[config.rlhf_type].cuts[:1]]
     option = longer_than(report.longest, cuts, rows, cut_beside_files=False)
-    return [Check(AREA, "lengths", status, seen, "Rows left out and text cut off are not learnt.", option)]
+    return [Check(AREA, "lengths", status, seen, "Rows left out and text cut off are not learned.", option)]
 
 
 def answers(config: RlhfConfig, rows: Any, tokenizer: Any) -> list[Check]:

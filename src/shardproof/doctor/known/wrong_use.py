@@ -106,7 +106,7 @@ WRONG_USE = (
         "A second backward pass reached a part of the graph that the first one had freed.",
         "Something from an earlier step is still attached (a cache, a state between batches, a running sum of the"
         " loss), or a custom checkpointing implementation runs a backward pass inside.",
-        "detach() whatever is carried over; torch's own checkpointing instead of a library's.",
+        "detach() everything that is carried over; torch's own checkpointing instead of a library's.",
         "The same: it is torch's rule. Nothing that the engine keeps between steps is part of a graph.",
         ("hiyouga/LlamaFactory#10395", "deepspeedai/DeepSpeed#4528", "huggingface/transformers#43203"),
     ),
@@ -173,7 +173,7 @@ WRONG_USE = (
         " fp16, attn_implementation='eager' or another kernel, no row without an answer, a smaller learning rate; and"
         " go back to the weights before that step.",
         "NaN is logged as NaN, and three such steps in a row end the run. `sft` leaves out rows from which nothing"
-        " is learnt. `shardproof doctor` says whether the weights and the first gradients are finite, and names those"
+        " is learned. `shardproof doctor` says whether the weights and the first gradients are finite, and names those"
         " that are not.",
         (
             "hiyouga/LlamaFactory#7263",

@@ -144,7 +144,7 @@ def profile(
     loss: Loss = "text",
     sample: Sample | None = None,
 ) -> dict[Checkpointing, Profile]:
-    """Run steps at each number of ranks, at two depths, with a few numbers of rows; by kind of checkpointing.
+    """Run steps at each number of ranks, at two depths, with two numbers of rows; by kind of checkpointing.
 
     `way`: the stage, and what is offloaded; `loss` and `sample`: see `Rank`.
 

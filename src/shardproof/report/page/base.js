@@ -1,5 +1,5 @@
 "use strict";
-// Elements, numbers, and what the figures share. Text goes in as text, never as HTML.
+// Elements, numbers, and what the figures share. Text is always inserted as text, never as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 const tip = document.getElementById("tip");
@@ -19,7 +19,7 @@ const svg = (tag, attributes, ...children) => fill(document.createElementNS(SVG,
 const dot = (color) => el("span", { class: "dot", style: { background: color } });
 const color = (index) => `var(--c${index % 8})`;
 
-// --- numbers in words ---
+// --- numbers as text ---
 
 function plain(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
@@ -70,9 +70,9 @@ function logTicks(low, high) {
   }
   return found.length > 1 ? found : [low, high];
 }
-// The least and the greatest of many numbers: more than some 100,000 are no arguments of Math.min.
+// The minimum and maximum of many numbers: Math.min does not take more than some 100,000 arguments.
 const extent = (values) => values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
-// The index of the step that is nearest.
+// The index of the nearest step.
 function nearest(steps, step) {
   let low = 0, high = steps.length - 1;
   while (low < high) {
@@ -81,7 +81,7 @@ function nearest(steps, step) {
   }
   return low > 0 && step - steps[low - 1] < steps[low] - step ? low - 1 : low;
 }
-// A mean in which a step weighs less with each that follows, free of the bias of its beginning.
+// An exponential moving average with bias correction.
 function smoothed(values, weight) {
   let mean = 0, known = 0;
   return values.map((value) => {
@@ -106,7 +106,7 @@ function showTip(event, head, rows) {
 }
 function hideTip() { tip.hidden = true; }
 
-// Dragging over `surface` calls chosen(from, to) with what `place` says of its ends; a double click chosen(null).
+// Dragging over `surface` calls chosen(from, to) with the positions that `place` returns; a double click calls chosen(null).
 function brushed(surface, top, height, place, chosen) {
   let from = null, mark = null;
   surface.addEventListener("pointerdown", (event) => { if (event.button === 0) from = place(event); });

@@ -1,10 +1,10 @@
-// One figure with lines over the steps. All figures share the cross and the range of steps.
+// One figure with lines over the steps. All figures share the crosshair and the range of steps.
 
 const charts = new Set();
 const HEIGHT = 190, MARGIN = { left: 56, right: 10, top: 10, bottom: 22 };
 
 // figure: {title, unit, show(value), lost: steps, smooth: bool, zero: bool, lines: [{name, key, shade, x, y, dash, dots, faint}]}
-// A line has its name in the tooltip, and its key, which it may share, under the figure.
+// A line's name is shown in the tooltip, its key, which lines may share, below the figure.
 function chart(figure, view) {
   const node = el("figure", { "data-figure": figure.title });
   const state = { log: false };

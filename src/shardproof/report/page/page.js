@@ -3,20 +3,20 @@
 const data = { ...JSON.parse(document.getElementById("data").textContent) };
 const view = { range: null, all: [0, 1], smooth: 0.6, hidden: new Set(), open: new Map(), spans: new Map(), search: "", samples: 12, onlyDiffering: true };
 
-// --- which lines a figure has ---
+// --- the lines of a figure ---
 
 const FIGURES = [
   { title: "loss", keys: ["loss", "eval_loss"], smooth: true },
   { title: "reward", keys: ["reward", "eval_reward"], smooth: true },
   { title: "learning rate", keys: ["lr"] },
   { title: "gradient norm", keys: ["grad_norm"], smooth: true, unit: "before clipping" },
-  { title: "throughput", ranks: "tokens_per_second", unit: "tokens/s of each rank", show: rate, smooth: true, zero: true },
+  { title: "throughput", ranks: "tokens_per_second", unit: "tokens/s per rank", show: rate, smooth: true, zero: true },
   { title: "time of a step", keys: ["step_seconds"], show: seconds, smooth: true, zero: true },
-  { title: "memory", ranks: "held", unit: "held by each rank after a step", show: bytes },
-  { title: "gathered", ranks: "gathered", unit: "bytes of each rank in a step", show: bytes, zero: true },
-  { title: "reduced", ranks: "reduced", unit: "bytes of each rank in a step", show: bytes, zero: true },
-  { title: "to other machines", ranks: "away", unit: "bytes of each rank in a step", show: bytes, zero: true },
-  { title: "sent in attention", ranks: "attention", unit: "bytes of each rank in a step, to those that share its rows", show: bytes, zero: true },
+  { title: "memory", ranks: "held", unit: "per rank, after a step", show: bytes },
+  { title: "gathered", ranks: "gathered", unit: "bytes per rank in a step", show: bytes, zero: true },
+  { title: "reduced", ranks: "reduced", unit: "bytes per rank in a step", show: bytes, zero: true },
+  { title: "to other machines", ranks: "away", unit: "bytes per rank in a step", show: bytes, zero: true },
+  { title: "sent in attention", ranks: "attention", unit: "bytes per rank in a step, to ranks that share its rows", show: bytes, zero: true },
   { title: "waiting", ranks: "waiting", unit: "% of the time, for data and for other ranks", show: (v) => percent(v), smooth: true, zero: true },
 ];
 const DRAWN = new Set([...FIGURES.flatMap((f) => f.keys || []), "tokens_per_second"]);
@@ -47,7 +47,7 @@ function figureOf(figure) {
   const lines = linesOf(figure);
   const lost = shownRuns().flatMap(({ run }) => (figure.keys || []).flatMap((key) => run.unfinite[key] || []));
   if (!lines.length && !lost.length) return null;
-  const unit = [figure.unit, lost.length ? `not a finite number at ${lost.length > 1 ? `${lost.length} steps, the first ` : "step "}${whole(Math.min(...lost))}` : ""];
+  const unit = [figure.unit, lost.length ? `not finite at ${lost.length > 1 ? `${lost.length} steps, the first ` : "step "}${whole(Math.min(...lost))}` : ""];
   return el("div", { class: "card" }, chart({ ...figure, lines, lost, unit: unit.filter(Boolean).join("; ") }, view));
 }
 
@@ -61,7 +61,7 @@ function section(title, note, open, ...content) {
 
 const NUMBERS = [
   ["loss", "last loss", plain], ["eval_loss", "best evaluation loss", plain], ["reward", "last reward", plain],
-  ["tokens_per_second", "tokens/s", (v) => whole(v), "middle of all steps"], ["tokens", "tokens", rate], ["memory", "peak memory", bytes, "of a rank"], ["seconds", "duration", seconds],
+  ["tokens_per_second", "tokens/s", (v) => whole(v), "median of all steps"], ["tokens", "tokens", rate], ["memory", "peak memory", bytes, "of a rank"], ["seconds", "duration", seconds],
 ];
 
 const MOVED = [["gathered", "gathered"], ["reduced", "reduced"], ["away", "to other machines"], ["attention", "sent in attention"]];
@@ -114,7 +114,7 @@ function controls() {
 function samples() {
   const all = shownRuns().flatMap(({ run, index }) => run.samples.map((sample) => ({ ...sample, run, index }))).sort((a, b) => b.step - a.step);
   if (!all.length) return null;
-  const most = (name) => Math.max(...all.map((sample) => sample.rewards[name] ?? 0), 1e-9);  // some are out of 1, some out of 100
+  const most = (name) => Math.max(...all.map((sample) => sample.rewards[name] ?? 0), 1e-9);  // some range up to 1, some up to 100
   const cards = all.slice(0, view.samples).map((sample) => el("div", { class: "card sample" },
     el("div", { class: "head" }, data.runs.length > 1 ? [dot(color(sample.index)), el("span", {}, sample.run.name)] : "", el("span", {}, `step ${whole(sample.step)}`), el("span", { class: "grow" }),
       Object.entries(sample.rewards).map(([name, value]) => {
@@ -124,7 +124,7 @@ function samples() {
     el("pre", { class: "asked" }, sample.prompt), el("pre", {}, sample.completion),
     sample.right == null ? "" : el("pre", { class: "asked" }, `right: ${sample.right}`)));
   const more = all.length > view.samples ? el("div", { class: "bar" }, el("button", { onclick: () => { view.samples += 24; show(); } }, `show more of ${all.length}`)) : "";
-  return section("Answers", "from steps spread over the run, the latest first", true, el("div", { class: "samples" }, cards), more);
+  return section("Answers", "from steps across the run, latest first", true, el("div", { class: "samples" }, cards), more);
 }
 
 function configuration() {
@@ -138,7 +138,7 @@ function configuration() {
     .map((key) => el("tr", { class: several && differs(key) ? "differs" : null, "data-option": key }, el("td", {}, key), runs.map((run) => el("td", {}, word(run.config[key]))))));
   const search = el("input", { type: "search", placeholder: "find an option", value: view.search, "aria-label": "find an option" });
   search.addEventListener("input", () => { view.search = search.value; list(); });
-  const only = el("button", { "aria-pressed": String(view.onlyDiffering), class: "chip", onclick: () => { view.onlyDiffering = !view.onlyDiffering; only.setAttribute("aria-pressed", String(view.onlyDiffering)); list(); } }, "only what differs");
+  const only = el("button", { "aria-pressed": String(view.onlyDiffering), class: "chip", onclick: () => { view.onlyDiffering = !view.onlyDiffering; only.setAttribute("aria-pressed", String(view.onlyDiffering)); list(); } }, "only differences");
   list();
   const count = keys.filter(differs).length;
   const table = el("div", { class: "card scroll" }, el("table", {}, several ? el("thead", {}, el("tr", {}, el("th", {}, ""), runs.map((run, index) => el("th", {}, dot(color(index)), ` ${run.name}`)))) : "", body));
@@ -166,7 +166,7 @@ function show() {
   document.getElementById("top").replaceChildren(...header().flat().filter(Boolean));
   document.getElementById("page").replaceChildren(...[
     numbers(), ...notes(), controls(),
-    main.length ? el("div", { class: "cards" }, main) : el("p", { class: "lead" }, "Nothing has been recorded over the steps."),
+    main.length ? el("div", { class: "cards" }, main) : el("p", { class: "lead" }, "No values have been recorded."),
     timelines.length ? section("One step", "what was computed, gathered and reduced, and when", true, el("div", { class: "cards" }, timelines)) : null,
     others.length ? section("More numbers", `${others.length} recorded by the trainer`, others.length <= 6, el("div", { class: "cards" }, others.map((key) => figureOf({ title: key, keys: [key], smooth: true })))) : null,
     samples(), configuration(),
@@ -183,7 +183,7 @@ async function follow() {
     const began = performance.now();
     const answer = await fetch(`data.json?version=${encodeURIComponent(data.version)}`, { cache: "no-store" });
     const told = answer.status === 200 ? await answer.json() : null;
-    pause = Math.max(2000, 10 * (performance.now() - began)); // long runs take their time to read
+    pause = Math.max(2000, 10 * (performance.now() - began)); // long runs take time to read
     if (told) { Object.assign(data, told); show(); }
     lively(true);
   } catch { lively(false); }
@@ -191,7 +191,7 @@ async function follow() {
 }
 function lively(there) {
   const chip = document.getElementById("live");
-  if (chip) chip.replaceChildren(dot(there ? "var(--good)" : "var(--bad)"), there ? "live" : "the server has ended");
+  if (chip) chip.replaceChildren(dot(there ? "var(--good)" : "var(--bad)"), there ? "live" : "the server has stopped");
 }
 
 const asked = new URLSearchParams(location.search).get("theme");

@@ -1,12 +1,12 @@
-// One step of each rank: what was computed, gathered and reduced, and where computing waited.
+// One step of each rank: what was computed, gathered and reduced, and where computation waited.
 
 const LANE = 18, GAP = 5, LABEL = 92;
 const WORDS = {
-  forward: "forward", backward: "backward", recompute: "computed again", inference: "without gradients", update: "optimizer",
+  forward: "forward", backward: "backward", recompute: "recomputed", inference: "without gradients", update: "optimizer",
   gather: "gather", reduce: "reduce",
 };
 
-// Intervals [from, to] that overlap made one.
+// Overlapping intervals [from, to], merged.
 function merged(intervals) {
   const found = [];
   for (const [from, to] of [...intervals].sort((a, b) => a[0] - b[0])) {
@@ -33,13 +33,13 @@ function summed(timeline) {
 function timelineCard(run, state) {
   const all = run.timelines;
   const node = el("section", { class: "card wide", "data-figure": "timeline" });
-  const title = el("figcaption", {}, `Step ${whole(all[0].step)} of ${run.name}`, el("span", { class: "unit" }, "drag to look closer, double click to go back"));
+  const title = el("figcaption", {}, `Step ${whole(all[0].step)} of ${run.name}`, el("span", { class: "unit" }, "drag to zoom in, double-click to reset"));
   const own = all[0], sums = summed(own);
   const sentence = el("p", { class: "said", "data-hidden": sums.hidden === null ? "" : sums.hidden.toFixed(4) });
   if (sums.hidden === null) sentence.append(`Rank ${own.rank} took ${seconds(own.seconds)}; nothing had to be gathered or reduced.`);
   else sentence.append(
     `On rank ${own.rank} the step took ${seconds(own.seconds)}. Gathers and reductions were under way for ${seconds(sums.under)} of it, and it waited for them for ${seconds(sums.waited)}: `,
-    el("b", {}, `${percent(100 * sums.hidden)} of that time was hidden`), ` behind other work. It waited ${seconds(sums.met)} for other ranks to come to the same point.`);
+    el("b", {}, `${percent(100 * sums.hidden)} of that time was hidden`), ` behind other work. It waited ${seconds(sums.met)} for other ranks to reach the same point.`);
   const canvas = svg("svg", { class: "plot", role: "img", "aria-label": "timeline of one step" });
   const longest = Math.max(...all.map((t) => t.seconds));
   const shown = all.slice(0, state.everyRank ? all.length : 4);
@@ -72,14 +72,14 @@ function timelineCard(run, state) {
       }
       const waits = [], level = { gather: LANE + GAP, reduce: 2 * (LANE + GAP) };
       for (const [kind, unit, size, wanted, begin, taken] of timeline.moved) {
-        const rows = [[null, unit, bytes(size)], [null, "under way", seconds(taken - wanted)], [null, "of which waited for", seconds(taken - begin)]];
+        const rows = [[null, unit, bytes(size)], [null, "under way", seconds(taken - wanted)], [null, "of which waiting", seconds(taken - begin)]];
         bar(top + level[kind], LANE, `var(--${kind})`, wanted, taken, WORDS[kind], rows, .6);
         waits.push(() => {
           bar(top + level[kind], LANE, "var(--wait)", begin, taken, WORDS[kind], rows);
           bar(top + LANE - 5, 5, "var(--wait)", begin, taken, `waiting for a ${WORDS[kind]}`, rows);
         });
       }
-      for (const draw of waits) draw(); // over all that is under way
+      for (const draw of waits) draw(); // on top of all bars
       for (const [what, from, to] of timeline.met) bar(top + LANE - 5, 5, "var(--meet)", from, to, "waiting for other ranks", [[null, what, seconds(to - from)]]);
     });
     for (const at of ticks(first, last, Math.max(2, width / 110))) {
@@ -106,7 +106,7 @@ function timelineCard(run, state) {
   }
   key.append(el("span", {}, el("i", { class: "box", style: { background: "var(--gather)" } }), "gather under way"), el("span", {}, el("i", { class: "box", style: { background: "var(--reduce)" } }), "reduction under way"));
   node.append(el("figure", {}, title, sentence, canvas, share, key));
-  if (own.cut) node.append(el("p", { class: "said" }, "There was more in this step than is kept."));
+  if (own.cut) node.append(el("p", { class: "said" }, "Some events of this step were not kept."));
   charts.add({ draw, cross() {} });
   return node;
 }
