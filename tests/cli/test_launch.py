@@ -114,7 +114,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         (
             "killed",
             [
-                "error: rank 1 was killed by SIGKILL.",
+                "error: rank 1 was ended by SIGKILL.",
                 "The system kills processes like this when memory runs out.",
                 "code 1",
             ],

@@ -364,7 +364,7 @@ def test_of_a_rank_that_dies_the_steps_are_told_and_no_weights_are(
     os.kill(int(children[-1]), signal.SIGKILL)
     code, out, err = running.end()
     assert code == 1, out + err
-    assert "was killed by SIGKILL" in err
+    assert "was ended by SIGKILL" in err
     assert "without saving weights" in err
     assert "nothing that was learnt is kept: --save-steps N would have kept it every N steps; --max-restarts N" in err
     assert (tmp_path / "out" / "metrics.jsonl").exists()

@@ -28,7 +28,7 @@ from typing import Any
 START_LIMIT = 600.0  # seconds: DeepSpeed may compile its communication when it is used for the first time
 PATIENCE, LOOK = 4, 3.0  # PATIENCE: times the limit, for a rank that computes; LOOK: seconds between checks
 GRACE = 3.0  # seconds for other ranks to fail by themselves after one has
-# Modules that a script calls, which are skipped in the report of a hang.
+# Code that a script calls into, which is skipped when reporting where it hangs.
 HERE = Path(__file__).parent
 PATHS = sysconfig.get_paths()
 LIBRARIES = (

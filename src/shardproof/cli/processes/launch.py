@@ -324,7 +324,7 @@ def _report(records: Path, failed: Any, debug: bool) -> Ended:
         rank, failure = next(iter(killed.items()))
         name = signal.Signals(-failure.exitcode).name
         hint = "\nThe system kills processes like this when memory runs out." if name == "SIGKILL" else ""
-        print(f"error: rank {rank} was killed by {name}.{hint}", file=sys.stderr)
+        print(f"error: rank {rank} was ended by {name}.{hint}", file=sys.stderr)
         return Ended(FAILURE, len(killed))
     if not causes:
         print(f"error: a rank ended without an error message ({failed})", file=sys.stderr)

@@ -14,7 +14,7 @@ _aten = torch.ops.aten
 
 def _pairs(tensors: tuple[torch.Tensor, ...], causal: bool, products: int) -> int:
     """The operations of `products` matrix products over all pairs of tokens, half of which a kernel skips if `causal`.
-    Half of the products run over the key heads, the other half over the value heads. `tensors`: query, key and
+    Half of the products run over the head size of keys, the other half over that of values. `tensors`: query, key and
     value."""
     query, key, value = tensors
     rows, heads, length, size = query.shape

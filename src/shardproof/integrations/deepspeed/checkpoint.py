@@ -64,7 +64,7 @@ def load(
     saved = {name.partition("@")[0] for name in open_checkpoint(path)[1].values}
     objects = {"loss_scale": engine.loss_scale_of} if counters else {}
     if schedule and hasattr(engine.lr_scheduler, "load_state_dict"):
-        # named as in every checkpoint that shardproof convert writes
+        # shardproof convert names it "scheduler", as for every other engine
         objects["lr_scheduler" if "state.lr_scheduler" in saved else "scheduler"] = engine.lr_scheduler
     objects = {name: value for name, value in objects.items() if f"state.{name}" in saved}
     values = shardproof.load(engine.module, engine.optimizer if optimizer else None, path, **objects)
