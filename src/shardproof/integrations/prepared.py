@@ -298,6 +298,9 @@ def refuse_others(**asked: Any) -> None:
 def stepping(optimizer: Any) -> Any:
     """Return this optimizer if it steps in `step` only. LOMO's hooks look at the gradients of other parameters while
     backward computes them; here those are not reduced over ranks yet.
+
+    Raises:
+        ConfigError: it does not.
     """
     if hasattr(getattr(optimizer, "optimizer", optimizer), "fused_backward"):
         raise ConfigError(
