@@ -130,7 +130,7 @@ def places(model: nn.Module, device: torch.device = CPU, ranks: int = 1, rounded
     if apart:
         cause = (
             "These modules are in a list, dict or attribute that torch does not search: the engine does not move them "
-            "to {device}, where the run computes, and they are neither trained nor saved."
+            f"to {device}, where the run computes, and they are neither trained nor saved."
         )
         option = "nn.ModuleList or nn.ModuleDict instead of a list or dict in the model's code"
         return [Check(AREA, "devices", "fail", some(apart), cause, option)]

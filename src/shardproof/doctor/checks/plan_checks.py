@@ -30,13 +30,7 @@ if TYPE_CHECKING:
     from shardproof.doctor.planning.sample import Sample
     from shardproof.train.options.config import Batch
 
-OTHERWISE = {
-    "stage",
-    "offload",
-    "gradient_checkpointing",
-    "per_device_batch_size",
-    "max_length",
-}  # options that are lists in a plan
+OTHERWISE = {"stage", "offload", "gradient_checkpointing", "per_device_batch_size", "max_length"}  # lists in a plan
 ALONE = """import pickle, sys
 from shardproof.doctor.checks.plan_checks import held
 with open(sys.argv[1], "rb") as question, open(sys.argv[2], "wb") as answer:
