@@ -79,7 +79,7 @@ class Ledger(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and checking it at each operation would take half of the time
+        return False  # nothing is compiled here, and disabling Dynamo at each operation would take half of the time
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is _SCALAR and args[0].is_meta:
