@@ -339,7 +339,7 @@ def test_the_exported_processor_scales_pictures_down_as_the_run_did(
     if told is None:
         assert "no pixel limit to hold the run's --max-pixels 9" in printed
         return
-    assert f"pictures: the processor scales them down to {told:,} pixels" in printed
+    assert f"images: the processor scales them down to {told:,} pixels" in printed
     images = load_processor(str(tmp_path / "out")).image_processor
     assert images([Image.new("RGB", (200, 200))], return_tensors="pt")["image_grid_thw"].prod() * 14 * 14 <= told
 

@@ -138,7 +138,7 @@ def run(argv: Sequence[str]) -> int:
     if done.further:
         print(f"MTP: {done.further} tensors of multi-token prediction layers, unchanged from the base")
     if done.max_pixels is not None:
-        print(f"pictures: {_scaling(done)}")
+        print(f"images: {_scaling(done)}")
     if goal is not None:
         print(f"pushed: {goal.push(done.folder)}")
     return 0
@@ -196,9 +196,7 @@ def _tell_packed(packed: Packed, size: int) -> None:
 def _scaling(done: Exported) -> str:
     """What became of the run's --max-pixels."""
     if done.scaled is not None:
-        return (
-            f"the processor scales them down to {done.scaled:,} pixels, as the run did (images only, not video frames)"
-        )
+        return f"the processor scales them down to {done.scaled:,} pixels, as the run did (not video frames)"
     return (
         f"the processor has no pixel limit to hold the run's --max-pixels {done.max_pixels}; scale images down before "
         "you pass them to another program"
