@@ -110,7 +110,7 @@ def test_codes_that_nobody_unpacks_are_no_values(tmp_path: Path, said: dict[str,
     config = json.loads(file.read_text())
     del config["quantization_config"]
     file.write_text(json.dumps(config | ({"quantization_config": said} if said else {})))
-    text = r"packed \(modelopt\), which transformers does not know" if said else "is packed in eight bits in .* scales"
+    text = r"packed as modelopt, which transformers does not support" if said else "is packed in 8 bits in .* scales"
     with pytest.raises(ConfigError, match=text):
         without_values("AutoModelForCausalLM", str(folder))
     if said:
