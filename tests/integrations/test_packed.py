@@ -143,5 +143,5 @@ def test_so_are_experts_in_one_tensor_whose_scales_nobody_reads(tmp_path: Path) 
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": FP8}))
     for how in (with_values, without_values):
-        with pytest.raises(ConfigError, match=r"experts.down_proj' is packed in eight bits in .*model.safetensors, "):
+        with pytest.raises(ConfigError, match=r"experts.down_proj' is packed in 8 bits in .*model.safetensors, "):
             how(GptOssForCausalLM, str(tmp_path))

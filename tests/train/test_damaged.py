@@ -53,7 +53,7 @@ def cut(name: str, size: int) -> Damage:
             cut("model/adapter_model.safetensors", 3000),
             r"adapter_model.safetensors is truncated: it has 3,000 bytes of ",
         ),
-        (lambda folder: (folder / "model/adapter_model.safetensors").unlink(), "no adapter_model.safetensors beside"),
+        (lambda folder: (folder / "model/adapter_model.safetensors").unlink(), "no adapter_model.safetensors next to"),
         (lambda folder: (folder / "config.yaml").write_text("model: ["), "config.yaml cannot be read: "),
     ],
 )
