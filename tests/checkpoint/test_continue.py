@@ -209,7 +209,7 @@ def test_state_of_another_optimizer_is_refused_by_name(tmp_path: Path, saved: st
     other = Job(0, Mixed, OPTIMIZERS[loaded], seed=3)
     before = other.result()
     names = [type(each.optimizer).__name__ for each in (job, other)]
-    text = f"saved is {names[0]}, and this one is {names[1]}, which keeps other state. Go on with {names[0]}, or load "
+    text = f"is {names[0]}, and this one is {names[1]}, which keeps different state. Continue with {names[0]}, or "
     with pytest.raises(shardproof.CheckpointError, match=text):
         other.load(tmp_path / "saved")
     assert all(torch.equal(value, before[name]) for name, value in other.result().items())

@@ -250,7 +250,7 @@ def test_files_of_ranks_that_are_of_two_steps_are_refused(foreign: Path, tmp_pat
                 own["step"] += 1
 
     edited(next(there.glob(f"*/zero_pp_rank_1_*_{what}_states.pt")), later)
-    with pytest.raises(shardproof.CheckpointError, match=f"the {what}[a-z]* states of rank 1 are of another step"):
+    with pytest.raises(shardproof.CheckpointError, match=f"the {what}[a-z]* states of rank 1 are from another step"):
         convert(there, tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
@@ -272,7 +272,7 @@ def test_the_command_says_what_it_found(foreign: Path, tmp_path: Path, capsys: p
     assert values["scheduler"] == {"last_epoch": 3}
     assert values["progress"]["last_logged"] == 3
     assert main(["convert", str(there), str(tmp_path / "ours")]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["zero2", "zero3"])
@@ -280,7 +280,7 @@ def test_a_deepspeed_checkpoint_that_lacks_a_rank_is_refused(foreign: Path, tmp_
     """And nothing is left behind."""
     there = shutil.copytree(source_of(foreign, kind), tmp_path / "there")
     next(there.glob("*/zero_pp_rank_1_*_optim_states.pt")).unlink()
-    with pytest.raises(shardproof.CheckpointError, match="was written by 2 ranks, and there are files of 1"):
+    with pytest.raises(shardproof.CheckpointError, match="was written by 2 ranks, but has files of only 1"):
         convert(there, tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
@@ -316,9 +316,9 @@ def test_a_state_of_accelerate_that_is_not_complete_is_refused(foreign: Path, tm
     """`.metadata` is written last: without it nothing tells what is in the other files. The optimizer began anew."""
     there = shutil.copytree(source_of(foreign, "accelerate"), tmp_path / "there")
     (there / lacks / ".metadata").unlink()
-    with pytest.raises(shardproof.CheckpointError, match=rf"{lacks} is not complete: .metadata, which is written last"):
+    with pytest.raises(shardproof.CheckpointError, match=rf"{lacks} is incomplete: .metadata, which is written last"):
         convert(there, tmp_path / "ours")
-    with pytest.raises(shardproof.CheckpointError, match=rf"{lacks} is not complete: .metadata, which is written last"):
+    with pytest.raises(shardproof.CheckpointError, match=rf"{lacks} is incomplete: .metadata, which is written last"):
         convert(there / lacks, tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
@@ -331,13 +331,13 @@ def test_a_deepspeed_checkpoint_that_lacks_model_states_is_refused(tmp_path: Pat
         torch.save({"optimizer_state_dict": state}, tmp_path / f"{name}_optim_states.pt")
         if rank != 1:
             torch.save({"param_shapes": []}, tmp_path / f"{name}_model_states.pt")
-    with pytest.raises(shardproof.CheckpointError, match="written by 3 ranks, and there are model states of 2"):
+    with pytest.raises(shardproof.CheckpointError, match="written by 3 ranks, but has model states of only 2"):
         convert(tmp_path, tmp_path / "ours")
 
 
 def test_what_latest_names_has_to_be_there(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("global_step500")
-    with pytest.raises(shardproof.CheckpointError, match="latest names global_step500, which is not there"):
+    with pytest.raises(shardproof.CheckpointError, match="latest names global_step500, which does not exist"):
         convert(tmp_path, tmp_path / "ours")
     (tmp_path / "latest").write_bytes(b"\xff\xfe")
     with pytest.raises(shardproof.CheckpointError, match="latest cannot be read"):
@@ -395,5 +395,5 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(shardproof.CheckpointError, match="zero0 was not written by ZeRO"):
         convert(tmp_path / "zero0", tmp_path / "ours")
     (tmp_path / "model.pt").write_bytes(b"")
-    with pytest.raises(shardproof.CheckpointError, match=r"model.pt is a file\. Known are folders"):
+    with pytest.raises(shardproof.CheckpointError, match=r"model.pt is a file\. Supported are folders"):
         convert(tmp_path / "model.pt", tmp_path / "ours")

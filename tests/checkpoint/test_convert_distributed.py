@@ -107,7 +107,9 @@ def test_a_bare_state_dict_is_refused(tmp_path: Path) -> None:
     """Names of a causal model begin with `model.`, all but that of its head, which was no weight then."""
     weights = {"model.norm.weight": torch.ones(3), "lm_head.weight": torch.ones(3, 3)}
     save_distributed(tmp_path / "there", weights)
-    with pytest.raises(shardproof.CheckpointError, match=r"at its top \('lm_head.weight' beside those under 'model"):
+    with pytest.raises(
+        shardproof.CheckpointError, match=r"at the top level \('lm_head.weight' next to those under 'model"
+    ):
         convert(tmp_path / "there", tmp_path / "ours")
     save_distributed(tmp_path / "other", {"model": weights})
     assert len(convert(tmp_path / "other", tmp_path / "ours")[0].parts) == 2
@@ -118,7 +120,7 @@ def test_a_folder_of_two_checkpoints_is_refused(tmp_path: Path, names: tuple[str
     """Of names that both have the last one's values were taken, without a word."""
     for name in names:
         save_distributed(tmp_path / "there" / name, {"model": one_step()[0].state_dict()})
-    said = f"there holds more than one checkpoint, .*: 'model.weight' is in {names[1]}, and in another of {names[0]}"
+    said = f"there holds more than one checkpoint, .*: 'model.weight' is in {names[1]} and in another of {names[0]}"
     with pytest.raises(shardproof.CheckpointError, match=said):
         convert(tmp_path / "there", tmp_path / "ours")
     assert convert(tmp_path / "there" / names[0], tmp_path / "ours")[0].parts

@@ -116,7 +116,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_no_rubbish(tmp_path: Pat
     """The error names the file and the reason, and what could not be finished makes room again."""
     with saving(tmp_path, "100000") as (job,):
         text, _ = job.communicate(timeout=120)
-    assert "step-2 could not be written, and is not there" in text
+    assert "step-2 could not be written and does not exist" in text
     assert "File too large" in text
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
     assert load_newest(tmp_path) == 1
@@ -315,7 +315,7 @@ def test_an_old_one_that_cannot_be_removed_is_told_and_the_new_one_is_there(
 
 
 def test_to_keep_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(shardproof.CheckpointError, match="keep=0: name how many"):
+    with pytest.raises(shardproof.CheckpointError, match="keep=0 must be a number of checkpoints"):
         Job(0, Mixed).save(tmp_path / "saved", keep=0)
 
 
@@ -349,13 +349,15 @@ def test_an_optimizer_of_other_groups_is_refused(tmp_path: Path) -> None:
     job = Job(0, Mixed)
     job.save(tmp_path / "saved", asynchronous=False)
     params = list(job.model.parameters())
-    with pytest.raises(shardproof.CheckpointError, match="has 2 groups of parameters, and this one has 1"):
+    with pytest.raises(shardproof.CheckpointError, match="has 2 parameter groups; this one has 1"):
         shardproof.load(job.model, torch.optim.AdamW(params), tmp_path / "saved")
     other = torch.optim.AdamW([{"params": params[:5]}, {"params": params[5:]}])
     with pytest.raises(shardproof.CheckpointError, match=r"Group 0 of the optimizer holds other parameters.* differ: "):
         shardproof.load(job.model, other, tmp_path / "saved")
     stranger = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
-    with pytest.raises(shardproof.CheckpointError, match="Group 0 of AdamW holds 1 parameters that are not of this"):
+    with pytest.raises(
+        shardproof.CheckpointError, match="Group 0 of AdamW holds 1 parameters that do not belong to this"
+    ):
         shardproof.save(job.model, stranger, tmp_path / "other")
 
 
@@ -440,7 +442,7 @@ def test_a_failure_that_nobody_has_asked_about_is_told_once(tmp_path: Path, monk
             begins_or_ends()
             begins_or_ends()
         assert lines == [
-            f"The checkpoint {tmp_path / 'saved'} could not be written, and is not there: the disk is gone"
+            f"The checkpoint {tmp_path / 'saved'} could not be written and does not exist: the disk is gone"
         ]
 
 
@@ -491,7 +493,7 @@ def test_small_files_that_cannot_be_written_end_the_save_on_all_ranks(run2: Run,
     """A full disk shows itself in the first file of rank 0, while the others are about to write theirs."""
     told, told_too = run2(files_that_cannot_be_written, str(tmp_path))
     assert told == told_too
-    assert "step-1 could not be written, and is not there: rank 0: " in told
+    assert "step-1 could not be written and does not exist: rank 0: " in told
     assert told.endswith("/step-1.unfinished/no folder/state.json: No such file or directory.")
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
 
@@ -543,6 +545,6 @@ def test_a_number_or_text_is_no_state_of_an_object(tmp_path: Path, value: Any) -
     before = model.weight.detach() + 0
     with torch.no_grad():
         model.weight.add_(1)
-    with pytest.raises(CheckpointError, match=rf"'step' is {value!r} in .*no state of an object"):
+    with pytest.raises(CheckpointError, match=rf"'step' is {value!r} in .*not the state of an object"):
         shardproof.load(model, None, tmp_path / "there", step=torch.optim.lr_scheduler.ConstantLR(optimizer))
     torch.testing.assert_close(model.weight.detach() - before, torch.ones(4, 4))  # nothing was taken over

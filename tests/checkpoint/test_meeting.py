@@ -102,7 +102,7 @@ def loads_its_own(folder: str, *names: str) -> str:
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        (("first", "second"), "Rank 0 is to load {0}/first, and rank 1 {0}/second. Name the same"),
+        (("first", "second"), "Rank 0 loads {0}/first, and rank 1 {0}/second. Name the same"),
         (("first", "none"), "{0}/none is not a complete checkpoint: there is no such folder."),
         (("none", "first"), "{0}/none is not a complete checkpoint: there is no such folder."),
     ],

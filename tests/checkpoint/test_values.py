@@ -70,7 +70,9 @@ def test_more_ranks_go_on_where_those_were_that_saved(run2: Run, run4: Run, tmp_
     assert drawn[:2] == (first, second)
     assert len({*drawn}) == (1 if alike else 4)
     assert [len(messages) for messages in said] == [0, 0, 1, 1]
-    assert said[2][0].startswith("'own' differed on the 2 ranks that saved; rank 2, which has none, takes that of")
+    assert said[2][0].startswith(
+        "'own' differed between the 2 ranks that saved it; rank 2, which has none, takes rank 0's"
+    )
 
 
 def value_of_one_rank(path: str, which: int) -> Any:
@@ -103,7 +105,7 @@ def save_something_odd(path: str) -> str:
 def test_what_cannot_be_read_back_safely_is_refused_when_it_is_saved(run2: Run, tmp_path: Path) -> None:
     """By name, on all ranks, also if only one of them has it."""
     for text in run2(save_something_odd, str(tmp_path / "saved")):
-        assert "'odd' (dict) cannot be saved: a checkpoint holds numbers, texts" in text
+        assert "'odd' (dict) cannot be saved: a checkpoint holds numbers, strings" in text
     assert not list(tmp_path.iterdir())
 
 
@@ -152,7 +154,9 @@ def test_what_cannot_take_a_state_is_refused_before_anything_changes(tmp_path: P
     before = {name: value.clone() for name, value in job.model.state_dict().items()}
     with pytest.raises(shardproof.CheckpointError, match=r"'step' \(int\) has no load_state_dict.* Leave it"):
         shardproof.load(job.model, job.optimizer, tmp_path / "saved", step=0)
-    with pytest.raises(shardproof.CheckpointError, match="no state of 'schedule': scheduler, step was saved beside"):
+    with pytest.raises(
+        shardproof.CheckpointError, match="no state for 'schedule': scheduler, step was saved along with"
+    ):
         shardproof.load(job.model, job.optimizer, tmp_path / "saved", schedule=job.scheduler)
     assert all(torch.equal(value, before[name]) for name, value in job.model.state_dict().items())
 

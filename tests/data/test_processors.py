@@ -76,7 +76,7 @@ def test_a_processor_that_rewrites_texts_is_refused_once(tiny_models, rows, rewr
         with pytest.raises(ConfigError) as error:
             encode_media_rows(rows(*[SEEING] * 4), encoder, max_length=None, bad_rows=bad_rows, workers=workers)
         assert str(error.value) == (
-            "StrangeProcessor writes into a text more than its files, so that answers cannot be found among the tokens."
+            "StrangeProcessor adds more than files to a text, so answers cannot be located among the tokens."
             " Models with this processor cannot be trained here."
         )
 
@@ -84,7 +84,7 @@ def test_a_processor_that_rewrites_texts_is_refused_once(tiny_models, rows, rewr
 @pytest.mark.slow
 def test_the_text_that_paligemma_makes_is_not_followed(paligemma: Any, rows) -> None:
     """A token in the middle and a line at the end: it is refused even if somebody hands it over made."""
-    with pytest.raises(ConfigError, match="PaliGemmaProcessor writes into a text more than its files"):
+    with pytest.raises(ConfigError, match="PaliGemmaProcessor adds more than files to a text"):
         encode_media_rows(rows(SEEING), MediaEncoder(paligemma, Limits()), max_length=None)
 
 
@@ -139,7 +139,7 @@ def test_a_processor_that_makes_no_lists_takes_rows(rows, mark: str) -> None:
     encoder = MediaEncoder(prepared(processor), Limits(sampling_rate=24000))
     heard = rows({"query": "<audio>what?", "response": "noise", "audios": ["a.wav"]}, WORDS)
     if mark:
-        with pytest.raises(ConfigError, match="VibeVoiceAsrProcessor writes into a text more than its files"):
+        with pytest.raises(ConfigError, match="VibeVoiceAsrProcessor adds more than files to a text"):
             encode_media_rows(heard, encoder, max_length=None)
         return
     encoded = encode_media_rows(heard, encoder, max_length=None)
@@ -209,7 +209,7 @@ def test_a_processor_that_puts_pictures_before_texts_is_refused(tmp_path: Path) 
     tokenizer = media_tokenizer(TEXTS, {}, {"image": "<image>"})
     images = image_processor("BlipImageProcessor", size=SQUARE)
     source = saved(media_processor("Blip2Processor", tokenizer, images, num_query_tokens=4), "blip-2", tmp_path)
-    with pytest.raises(ConfigError, match="Blip2Processor puts a picture before a text by itself"):
+    with pytest.raises(ConfigError, match="Blip2Processor puts an image before the text"):
         load_processor(source)
 
 
@@ -219,7 +219,7 @@ def test_a_processor_that_takes_texts_only_is_refused() -> None:
     class Spoken:
         def __call__(self, text: Any = None, **options: Any) -> None: ...
 
-    with pytest.raises(ConfigError, match="Spoken takes a text alone"):
+    with pytest.raises(ConfigError, match="Spoken takes text alone"):
         processors._check_takes_files(Spoken)
 
 
@@ -229,7 +229,7 @@ def test_a_processor_that_takes_no_text_is_refused() -> None:
     class Heard:
         def __call__(self, audio: Any = None, **options: Any) -> None: ...
 
-    with pytest.raises(ConfigError, match="Heard takes files without a text"):
+    with pytest.raises(ConfigError, match="Heard takes files without text"):
         processors._check_takes_files(Heard)
 
 
@@ -340,4 +340,4 @@ def test_pictures_without_pillow_name_the_extra(tiny_models) -> None:
         f"load_processor({str(folder)!r})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "pictures need Pillow: pip install 'shardproof[media]'" in done.stderr
+    assert "images need Pillow: pip install 'shardproof[media]'" in done.stderr

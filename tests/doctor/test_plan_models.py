@@ -231,7 +231,7 @@ def test_what_is_no_model_to_train_is_refused(tmp_path, capsys):
         tmp_path / "bert"
     )
     wrong = {
-        "t5": "(t5) is an encoder and a decoder",
+        "t5": "(t5) is an encoder-decoder model",
         "empty": "has no config.json",
         "broken.json": "cannot be read",
         "other.json": "names no model_type",
@@ -287,9 +287,9 @@ def test_what_no_command_trains_is_refused_in_the_words_of_sft(tmp_path, capsys)
         sft = ["sft", "--model", str(place), "--dataset", str(rows), "--output-dir", str(tmp_path / "out")]
         assert refused(["plan", "--model", str(place)], capsys) == refused(sft, capsys)
     for kind, told in (
-        ("paligemma", "PaliGemmaProcessor is of a kind that cannot be trained"),
-        ("csm", "CsmProcessor is that of a model whose answers are sounds"),
-        ("kosmos-2.5", "Kosmos2_5Processor puts a picture before a text by itself"),
+        ("paligemma", "PaliGemmaProcessor cannot be trained here"),
+        ("csm", "CsmProcessor belongs to a model whose answers are audio"),
+        ("kosmos-2.5", "Kosmos2_5Processor puts an image before the text"),
     ):
         alone.write_text(json.dumps({"model_type": kind}))
         assert told in refused(["plan", "--model", str(alone)], capsys)

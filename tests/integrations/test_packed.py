@@ -110,7 +110,7 @@ def test_codes_that_nobody_unpacks_are_no_values(tmp_path: Path, said: dict[str,
     config = json.loads(file.read_text())
     del config["quantization_config"]
     file.write_text(json.dumps(config | ({"quantization_config": said} if said else {})))
-    text = r"packed \(modelopt\), which transformers does not know" if said else "is packed in eight bits in .* scales"
+    text = r"packed as modelopt, which transformers does not support" if said else "is packed in 8 bits in .* scales"
     with pytest.raises(ConfigError, match=text):
         without_values("AutoModelForCausalLM", str(folder))
     if said:
@@ -143,5 +143,5 @@ def test_so_are_experts_in_one_tensor_whose_scales_nobody_reads(tmp_path: Path) 
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": FP8}))
     for how in (with_values, without_values):
-        with pytest.raises(ConfigError, match=r"experts.down_proj' is packed in eight bits in .*model.safetensors, "):
+        with pytest.raises(ConfigError, match=r"experts.down_proj' is packed in 8 bits in .*model.safetensors, "):
             how(GptOssForCausalLM, str(tmp_path))

@@ -297,7 +297,7 @@ def test_a_model_that_does_not_write_on_is_refused(tmp_path) -> None:
         if fits:
             check_writes_on(str(tmp_path))
         else:
-            with pytest.raises(ConfigError, match=r"is an encoder and a decoder(.|\n)*sharded\(Seq2SeqTrainer\)"):
+            with pytest.raises(ConfigError, match=r"is an encoder-decoder model(.|\n)*sharded\(Seq2SeqTrainer\)"):
                 check_writes_on(str(tmp_path))
 
 
@@ -311,7 +311,7 @@ def test_an_encoder_and_decoder_is_refused_in_words_about_the_task(tmp_path, tas
 
     said = {"model_type": "t5", "is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]}
     (tmp_path / "config.json").write_text(json.dumps(said))
-    with pytest.raises(ConfigError, match=f"an encoder and a decoder, .*\n--task {task} trains") as told:
+    with pytest.raises(ConfigError, match=f"an encoder-decoder model, .*\n--task {task} trains") as told:
         load_processing(str(tmp_path), SftConfig(task=task))
     assert "sft" not in str(told.value)
     assert ("BERT" in str(told.value)) == (task != "generative_reranker")

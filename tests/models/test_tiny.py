@@ -93,5 +93,5 @@ def test_no_text_at_all_still_gives_a_model(tmp_path):
 
 def test_a_file_in_the_way_is_one_clear_error(tmp_path):
     (tmp_path / "model").write_text("")
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="cannot be created"):
         build_tiny(tmp_path / "model", [])

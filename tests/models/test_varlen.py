@@ -167,7 +167,7 @@ def test_a_model_with_a_list_of_attentions_is_refused_with_advice(tmp_path):
     shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     transformers.AutoModelForCausalLM.from_config(transformers.FalconConfig(**shape)).save_pretrained(tmp_path)
     config = SftConfig(model=str(tmp_path), dataset=["rows.jsonl"], attn="varlen")
-    with pytest.raises(ConfigError, match=r"cannot be loaded: its code has a list .* without --attn varlen. Take sdpa"):
+    with pytest.raises(ConfigError, match=r"cannot be loaded: its code has a list .* lacks --attn varlen. Use sdpa"):
         load_model(str(tmp_path), config)
 
 

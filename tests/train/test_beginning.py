@@ -196,5 +196,5 @@ def test_what_adapters_began_with_is_written_and_read_as_other_weights_are(tmp_p
     with pytest.raises(ConfigError, match=r"q_proj.lora_A.weight is of shape \(4, 16\) in the file of what adapters"):
         begin_adapters(large, config, [tmp_path / "checkpoint-2"])
     file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(ConfigError, match=r"begun-adapters.safetensors is cut off"):
+    with pytest.raises(ConfigError, match=r"begun-adapters.safetensors is truncated"):
         check_begun(config, tmp_path / "checkpoint-2")

@@ -45,9 +45,15 @@ def cut(name: str, size: int) -> Damage:
     [
         (cut("model/adapter_config.json", 40), "adapter_config.json cannot be read: "),
         (cut("model/tokenizer_config.json", 20), "tokenizer_config.json cannot be read: "),
-        (cut("model/adapter_model.safetensors", 4), "adapter_model.safetensors is cut off, or not a safetensors file."),
-        (cut("model/adapter_model.safetensors", 3000), r"adapter_model.safetensors is cut off: it has 3,000 bytes of "),
-        (lambda folder: (folder / "model/adapter_model.safetensors").unlink(), "no adapter_model.safetensors beside"),
+        (
+            cut("model/adapter_model.safetensors", 4),
+            "adapter_model.safetensors is truncated, or not a safetensors file.",
+        ),
+        (
+            cut("model/adapter_model.safetensors", 3000),
+            r"adapter_model.safetensors is truncated: it has 3,000 bytes of ",
+        ),
+        (lambda folder: (folder / "model/adapter_model.safetensors").unlink(), "no adapter_model.safetensors next to"),
         (lambda folder: (folder / "config.yaml").write_text("model: ["), "config.yaml cannot be read: "),
     ],
 )
@@ -65,8 +71,11 @@ def test_a_damaged_run_names_the_file(
     ("damage", "said"),
     [
         (cut("config.json", 60), "config.json cannot be read: "),
-        (lambda folder: (folder / "config.json").write_text("[]"), "config.json cannot be read: it is no JSON object"),
-        (cut("model.safetensors", 9000), r"model.safetensors is cut off: it has 9,000 bytes of "),
+        (
+            lambda folder: (folder / "config.json").write_text("[]"),
+            "config.json cannot be read: it is not a JSON object",
+        ),
+        (cut("model.safetensors", 9000), r"model.safetensors is truncated: it has 9,000 bytes of "),
     ],
 )
 def test_so_does_a_model_to_train(tiny: Path, tmp_path: Path, damage: Damage, said: str) -> None:
@@ -81,7 +90,7 @@ def test_so_does_a_model_to_train(tiny: Path, tmp_path: Path, damage: Damage, sa
 def test_adapters_that_were_cut_off_are_not_trained_on(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     cut("model/adapter_model.safetensors", 3000)(tmp_path / "run")
-    with pytest.raises(ConfigError, match="is cut off: it has 3,000 bytes of "):
+    with pytest.raises(ConfigError, match="is truncated: it has 3,000 bytes of "):
         adapter_folder(str(tmp_path / "run"))
 
 

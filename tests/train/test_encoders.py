@@ -38,7 +38,7 @@ def test_commands_refuse_it_and_name_the_tasks(commands, sft, encoder: Path, tmp
     for name, run in runs.items():
         said = " ".join(run.output.split())
         assert run.code == (1 if name == "doctor" else 2), run.output
-        told = f"The model {encoder} (bert) is an encoder: each token sees those behind it"
+        told = f"The model {encoder} (bert) is an encoder: each token sees later ones"
         assert told.replace(" ", "") in said.replace(" ", ""), run.output  # a table cuts a long path
         assert "with --task embedding, --task seq_cls or --task reranker" in said
         assert "encoded" not in said

@@ -91,7 +91,7 @@ def runs(commands, argv: list[str], model: Path, files: Path, tmp_path_factory: 
 def test_its_code_runs_only_where_that_is_allowed(runs, model: Path) -> None:
     assert runs["refused"].code == 2
     said = runs["refused"].output
-    assert f"The model {model} (minicpmv) is no class of transformers: it brings code of its own" in said
+    assert f"The model {model} (minicpmv) is not a class of transformers: it comes with its own code" in said
     assert "modeling_minicpmv.py" in said
     assert "--trust-remote-code" in said
 

@@ -141,7 +141,7 @@ def test_a_model_that_makes_something_else_of_it_is_refused(tiny: Path, monkeypa
         return lay_out(args, given, rows, places, torch.arange(positions.numel())[None], in_space)
 
     monkeypatch.setattr(padding_free, "laid_out", as_one_row)
-    with pytest.raises(ConfigError, match=r"are not what they are in rows by themselves"):
+    with pytest.raises(ConfigError, match=r"do not get the results that they get in separate rows"):
         check_padding_free(model, WORDS)
     assert hooks_of(model).on
     assert model.training
@@ -180,7 +180,7 @@ def test_what_to_do_is_what_the_model_can() -> None:
     from shardproof.models.attention.padding_free import make_padding_free
 
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
-    with pytest.raises(ConfigError, match=r"no other in transformers: leave --padding-free out\."):
+    with pytest.raises(ConfigError, match=r"transformers has no other for it: leave --padding-free out\."):
         make_padding_free(BloomForCausalLM(BloomConfig(**shape)))
     few = {"num_local_experts": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16}
     with pytest.raises(ConfigError, match=r"\nAdd --attn varlen \(on a GPU with --precision bf16 or fp16\), or leave"):

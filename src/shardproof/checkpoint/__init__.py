@@ -1,1 +1,1 @@
-"""Checkpoints that survive: written aside, checked, renamed; loaded at any stage and number of ranks."""
+"""Checkpoints that survive: written aside, verified, renamed; loaded at any stage and on any number of ranks."""

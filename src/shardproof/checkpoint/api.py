@@ -1,4 +1,4 @@
-"""Save and load: the public face of checkpoints."""
+"""`save` and `load`: the public interface for checkpoints."""
 
 from __future__ import annotations
 
@@ -62,42 +62,42 @@ def save(
 ) -> Saving:
     """Save a checkpoint that can be loaded at any stage and on any number of ranks. Call it on all ranks.
 
-    Every rank writes only what it holds. The checkpoint is written aside, read back, and takes its name when it is
-    complete; until then, and if anything fails, what was at `path` before stays.
+    Each rank writes only the parts it holds. The checkpoint is written to a temporary folder, read back, and renamed
+    when complete; until then, and if anything fails, whatever was at `path` before stays.
 
     Args:
-        model: a sharded model. Masters, persistent buffers and what modules add (`get_extra_state`) are saved.
-        optimizer: that of the model, or None.
-        path: a folder; that of rank 0 counts. Ranks on machines that do not see it send what they hold to rank 0.
-        asynchronous: return when everything is copied to the host, and write while training goes on. One checkpoint is
-            written at a time, and the program does not end before it is complete. Call `wait()` before the process
-            group is destroyed. With False nothing is copied: the extra memory is 32 MiB. So it is, too, where a host
-            has no room for the copies of its ranks.
-        frozen: save parameters that are not trained as well. Without them (adapters on a base model) the model that
-            loads must have them already.
-        keep: when this checkpoint is complete, remove all but the newest so many (1 or more) beside it whose names
-            differ from its own in the number at the end only.
-        spare: a checkpoint that is always one of those that are kept (the best one so far).
-        files: small files of other programs to lie in the folder, by name; those of rank 0 count.
-        state: objects with `state_dict` and `load_state_dict` (a scheduler), or plain values: numbers, texts, tensors,
-            and lists, tuples, sets and dicts of them. Where ranks pass different values, each rank has its own.
+        model: a sharded model. Masters, persistent buffers and extra state (`get_extra_state`) are saved.
+        optimizer: the optimizer of the model, or None.
+        path: a folder; the path given on rank 0 counts. Ranks that cannot see it send their parts to rank 0.
+        asynchronous: return once everything is copied to the host, and write while training continues. One checkpoint
+            is written at a time, and the program does not exit before it is complete. Call `wait()` before the process
+            group is destroyed. With False nothing is copied, and 32 MiB of extra memory are enough. The same happens
+            where a host has no room for the copies of its ranks.
+        frozen: also save parameters that are not trained. Without them (adapters on a base model), the model that
+            loads the checkpoint must already have them.
+        keep: once this checkpoint is complete, keep only the newest `keep` (1 or more) of those beside it whose names
+            differ only in the number at the end, and remove the rest.
+        spare: a checkpoint that is always kept (the best one so far).
+        files: small files of other programs to store in the folder, by name; those given on rank 0 count.
+        state: objects with `state_dict` and `load_state_dict` (a scheduler), or plain values: numbers, strings,
+            tensors, and lists, tuples, sets and dicts of them. If ranks pass different values, each keeps its own.
 
-    The generators of random numbers are saved for each rank.
+    The state of the random number generators is saved for each rank.
 
-    Returns: the save under way; its `wait()` returns the folder, or raises what went wrong.
+    Returns: the save in progress; its `wait()` returns the folder, or raises the error that occurred.
 
     Raises:
-        CheckpointError: on all ranks: a value that cannot be saved, a folder that cannot be used or that another job is
-            saving to, or (unless asynchronous) a failure to write.
+        CheckpointError: on all ranks: a value cannot be saved, the folder cannot be used or another job is saving to
+            it, or (unless asynchronous) writing failed.
     """
     engine = engine_of(model)
     engine.adopt()
-    engine.meet("collect the state dict")  # first: on its channel a rank lends nothing to those that still compute
+    engine.meet("collect the state dict")  # first: on the channel, a rank cannot help ranks that still compute
     engine.written.compare_now()
     channel = Channel.of(engine.comm)
     channel.finish()
 
-    # What an optimizer keeps of whole parameters each rank knows of its own only.
+    # State that an optimizer keeps for whole parameters is known only to the rank that owns them.
     owned: list[dict[str, Any]] = []
     if optimizer is not None and owned_here(optimizer) is not None:
         keeper = optimizer
@@ -123,7 +123,7 @@ def save(
 
     def attempt() -> Any:
         if keep is not None and keep < 1:
-            raise CheckpointError(f"keep={keep}: name how many checkpoints are kept, or leave it out to keep all.")
+            raise CheckpointError(f"keep={keep} must be a number of checkpoints, 1 or more; leave it out to keep all.")
         contents.extend(collect())
         return os.path.abspath(Path(path).expanduser()), {n: zlib.crc32(b) for n, b in contents[2].items()}
 
@@ -181,7 +181,7 @@ def _has_state(value: Any) -> bool:
 
 
 def _once(values: dict[str, bytes], sums: list[dict[str, int]], rank: int) -> dict[str, bytes]:
-    """What this rank writes of the values: those that are the same on all ranks are rank 0's to write."""
+    """The values that this rank writes: rank 0 writes those that are the same on all ranks."""
     result = {}
     for name, value in values.items():
         same = all(each.get(name) == sums[0].get(name) for each in sums)
@@ -196,25 +196,24 @@ def load(model: nn.Module, optimizer: Optimizer | None, path: str | os.PathLike[
     """Load a checkpoint in place, whatever stage and number of ranks saved it. Call it on all ranks.
 
     Args:
-        model: a sharded model of the same parameters.
-        optimizer: one with the same groups; it need not have stepped yet. None leaves the optimizer of the checkpoint.
-        path: a complete checkpoint; `shardproof.newest_checkpoint(folder)` finds one. That of rank 0 counts;
-            it reads for ranks on machines that do not see it.
-        state: objects that were saved under these names, which take their state.
+        model: a sharded model with the same parameters.
+        optimizer: an optimizer with the same groups; it need not have stepped yet. None ignores the saved optimizer.
+        path: a complete checkpoint; `shardproof.newest_checkpoint(folder)` finds one. The path given on rank 0 counts;
+            rank 0 reads for ranks on machines that cannot see it.
+        state: objects that were saved under these names; each loads its state.
 
-    The generators of random numbers go on where those of this rank were.
+    The random number generators continue from the saved state of this rank.
 
     Returns: the plain values that were saved, by name, and the state of objects that were not passed.
 
     Raises:
-        CheckpointError: on all ranks: no complete checkpoint, one of another model or optimizer (with the first five
-            names that differ), one without the state of an object, or a damaged file. Only a file whose contents are
-            damaged is found while values are taken over; the model must not be used then before another checkpoint is
-            loaded.
+        CheckpointError: on all ranks: there is no complete checkpoint, it belongs to another model or optimizer (names
+            the first five differences), it lacks the state of an object, or a file is damaged. Damaged file contents
+            are only found while values are being loaded; in that case, load another checkpoint before using the model.
     """
     engine = engine_of(model)
     engine.adopt()
-    engine.meet("load a state dict")  # first: on its channel a rank lends nothing to those that still compute
+    engine.meet("load a state dict")  # first: on the channel, a rank cannot help ranks that still compute
     channel = Channel.of(engine.comm)
     channel.finish()
     found: list[_Contents] = []
@@ -237,7 +236,7 @@ def load(model: nn.Module, optimizer: Optimizer | None, path: str | os.PathLike[
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Load the weights of a checkpoint into a model that is not sharded, in this process alone.
+    """Load the weights of a checkpoint into a model that is not sharded, in this process only.
 
     Raises:
         CheckpointError: as `load`.
@@ -256,32 +255,32 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def _give_back(model: ModelParts, extra: dict[str, Any]) -> None:
-    """What modules have added to a state dict."""
+    """Restore the extra state of modules (`set_extra_state`)."""
     for name, value in extra.items():
         if name in model.extra:
             model.extra[name].set_extra_state(value)
 
 
 def _check_objects(objects: dict[str, Any], saved: set[str], folder: Path) -> None:
-    """Raise CheckpointError for what could not take a state, or would be left as it is."""
+    """Raise CheckpointError for an object that cannot load a state, or for which none was saved."""
     for name, value in objects.items():
         if value is not None and not _has_state(value):
             raise CheckpointError(
-                f"'{name}' ({type(value).__name__}) has no load_state_dict, and cannot take what was saved. Leave it "
-                "out: plain values are what load returns."
+                f"'{name}' ({type(value).__name__}) has no load_state_dict, so it cannot load its saved state. Leave "
+                "it out: load returns plain values."
             )
         if value is not None and USER + name not in saved:
             there = ", ".join(sorted(n.removeprefix(USER) for n in saved if n.startswith(USER)))
             raise CheckpointError(
-                f"{folder} holds no state of '{name}': {there or 'nothing'} was saved beside the model."
+                f"{folder} holds no state for '{name}': {there or 'nothing'} was saved along with the model."
             )
 
 
 class _Contents:
-    """A checkpoint that fits the model and the optimizer, and the parts of it that this rank needs.
+    """A checkpoint that matches the model and the optimizer, and the parts of it that this rank needs.
 
     Raises:
-        CheckpointError: it does not fit, is not complete or damaged.
+        CheckpointError: it does not match, is incomplete, or is damaged.
     """
 
     def __init__(
@@ -307,8 +306,8 @@ class _Contents:
         for name in objects:
             if isinstance(value := self.values.get(USER + name), int | float | str):
                 raise CheckpointError(
-                    f"'{name}' is {value!r} in {folder}, no state of an object. Leave it out, and take it from what "
-                    "shardproof.load returns."
+                    f"'{name}' is {value!r} in {folder}, not the state of an object. Leave it out, and take it from "
+                    "the values that shardproof.load returns."
                 )
         self.state: dict[str, dict[str, Any]] = {}
         if optimizer is None:
@@ -320,16 +319,16 @@ class _Contents:
         take_local_state(self.values[LOCAL], self.model, self.state, folder)
 
     def _value(self, name: str, own: str) -> Any:
-        """The value of this rank, `own`; of rank 0 for a rank that was not there."""
+        """This rank's value, `own`; rank 0's for a rank that did not exist when it was saved."""
         if own == f"{name}@0" and self.rank and name.startswith(USER):
             log.warning(
-                "'%s' differed on the %d ranks that saved; rank %d, which has none, takes that of rank 0",
+                "'%s' differed between the %d ranks that saved it; rank %d, which has none, takes rank 0's",
                 *(name.removeprefix(USER), self.reader.manifest.world_size, self.rank),
             )
         return from_bytes(self.reader.value(own))
 
     def take_over(self, optimizer: Optimizer | None, objects: dict[str, Any]) -> dict[str, Any]:
-        """Give everything its new values. Returns the plain ones."""
+        """Load all values into their objects. Returns the plain ones."""
         adopt_model(self.model)
         _give_back(self.model, self.values.get(EXTRA, {}))
         call_load_hooks(self.engine.model)

@@ -1,4 +1,4 @@
-"""The parts of a model and of its optimizer, and how they take what was loaded."""
+"""The parts of a model and of its optimizer, and how they take loaded values."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from shardproof.zero.schedule.engine import Engine
 
 MODEL, STATE = "model.", "optimizer.state."
-BLOCKS = ("absmax", "qmap")  # what bitsandbytes keeps for blocks of a slice
+BLOCKS = ("absmax", "qmap")  # state that bitsandbytes keeps per block of a slice
 
 
 @dataclass
 class ModelParts:
-    """What this rank holds of a model.
+    """The parts of a model that this rank holds.
 
     Attributes:
         frozen: names of the parts that are not trained.
-        buffers: the whole tensor that a part stands for, by its name, where nothing is sharded.
+        buffers: the unsharded tensor behind a part, by its name, where nothing is sharded.
         aliases: other names of tied parameters; checkpoints of other engines may hold these as well.
-        extra: the modules that keep more than tensors of theirs, by the name of its entry in a state dict.
+        extra: the modules with extra state, by the name of that entry in a state dict.
     """
 
     parts: list[Part]
@@ -49,30 +49,30 @@ class ModelParts:
 
 
 def _part(name: str, p: ShardedParameter, local: torch.Tensor) -> Part:
-    """`local`, 1-D, is for each element of this rank's slice of `p`."""
+    """`local`, 1-D, has one element for each element of this rank's slice of `p`."""
     return _held(name, p, tuple(p.shape), p.flat.range_in_parameter(p.index)[0], local)
 
 
 def _whole_part(name: str, p: ShardedParameter, value: torch.Tensor) -> Part:
-    """`value`, whole, is state of `p` in a shape of its own."""
+    """`value` is unsharded state of `p` with its own shape."""
     return _held(name, p, tuple(value.shape), 0, value.reshape(-1))
 
 
 def _held(name: str, p: ShardedParameter, shape: tuple[int, ...], first: int, local: torch.Tensor) -> Part:
-    """A part that as many ranks hold as hold this one's slice of `p`."""
+    """A part held by the same ranks as this rank's slice of `p`."""
     comm, sharded = p.flat.engine.comm, p.flat.engine.sharded
     copies = (comm.replicas, comm.replica) if sharded else (1, 0)
     return Part(name, shape, first, local, not sharded, *copies)
 
 
 def model_parts(engine: Engine) -> ModelParts:
-    """Masters and persistent buffers. A tied parameter has its first name only; parameters that are never cut
-    (packed formats) are left out."""
+    """Masters and persistent buffers. A tied parameter appears under its first name only; parameters that are never
+    sharded (packed formats) are left out."""
     if any(unit.depth for unit in engine.units) or engine.whole_depth:
         raise CheckpointError("A checkpoint cannot be saved or loaded inside a forward pass or shardproof.whole().")
     found = ModelParts([], {}, set(), {})
     for flat in engine.flats:
-        flat.before_change()  # a load writes into these slices
+        flat.before_change()  # loading writes into these slices
     for name, p in engine.model.named_parameters():
         if not isinstance(p, ShardedParameter):
             continue
@@ -93,8 +93,8 @@ def model_parts(engine: Engine) -> ModelParts:
 
 
 def plain_parts(model: nn.Module) -> ModelParts:
-    """The same of a model that is not sharded."""
-    params = dict(model.named_parameters())  # tied ones once
+    """The same for a model that is not sharded."""
+    params = dict(model.named_parameters())  # tied ones only once
     known = {id(p) for p in params.values()}
     extra = with_extra_state(model)
     entries = {n: v for n, v in model.state_dict(keep_vars=True).items() if n not in extra}
@@ -112,13 +112,13 @@ def adopt_model(model: ModelParts) -> None:
         p.value_changed()
     for part in model.parts:
         buffer = model.buffers.get(part.name)
-        if buffer is not None and buffer.data_ptr() != part.local.data_ptr():  # it lies scattered in memory
+        if buffer is not None and buffer.data_ptr() != part.local.data_ptr():  # it is not contiguous
             with torch.no_grad():
                 buffer.copy_(part.local.view(buffer.shape))
 
 
 def compare(model: ModelParts, manifest: Manifest, folder: Any) -> None:
-    """Raise CheckpointError if the checkpoint is of another model; names the first five differences."""
+    """Raise CheckpointError, naming the first five differences, if the checkpoint belongs to another model."""
     saved = {name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(MODEL)}
     saved |= manifest.left_out
     here = model.shapes
@@ -126,7 +126,7 @@ def compare(model: ModelParts, manifest: Manifest, folder: Any) -> None:
         saved |= {name: here[name] for name in model.frozen if name not in saved}
 
     def alike(name: str) -> bool:
-        """A frozen base may be packed in four bits there and not here, or the other way round."""
+        """A frozen base may be packed in 4 bits in the checkpoint but not in the model, or vice versa."""
         shapes = list(saved[name]), list(here[name])
         packed = name in manifest.left_out and any(
             one == [-(-torch.Size(other).numel() // 2), 1] for one, other in (shapes, shapes[::-1])
@@ -155,15 +155,15 @@ def compare(model: ModelParts, manifest: Manifest, folder: Any) -> None:
 
 @dataclass
 class OptimizerParts:
-    """What this rank holds of an optimizer's state.
+    """The parts of an optimizer's state that this rank holds.
 
     Attributes:
-        parts: state with an element for each of the parameter's.
-        shared: class, groups and scalar state, the same on every rank.
-        local: tensors of other shapes (blocks of a quantised state), which fit this range of the parameter only.
+        parts: state with one element per element of the parameter.
+        shared: class, groups and scalar state, which are the same on every rank.
+        local: tensors of other shapes (blocks of quantised state), which belong to exactly this range of the parameter.
 
-    Where an optimizer updates whole parameters, state of any shape is a part of that shape, on the rank that owns the
-    parameter.
+    If an optimizer updates whole parameters, its state of any shape is a part with that shape, on the rank that owns
+    the parameter.
     """
 
     parts: list[Part]
@@ -172,7 +172,7 @@ class OptimizerParts:
 
 
 def optimizer_parts(optimizer: Optimizer, model: ModelParts) -> OptimizerParts:
-    """Raises CheckpointError for an optimizer of parameters that are not the model's."""
+    """Raises CheckpointError if the optimizer has parameters that are not the model's."""
     kind = type(unwrapped(optimizer)).__name__
     found = OptimizerParts([], {"class": kind, "groups": _groups(optimizer, model), "scalars": {}})
     whole, owned = updated_whole(optimizer), owned_here(optimizer)
@@ -185,9 +185,9 @@ def optimizer_parts(optimizer: Optimizer, model: ModelParts) -> OptimizerParts:
                 found.shared["scalars"].setdefault(name, {})[key] = value
             elif id(p) in whole:
                 found.parts.append(_whole_part(f"{STATE}{name}.{key}", p, value.detach()))
-            elif key.startswith(BLOCKS):  # whatever its shape happens to be
+            elif key.startswith(BLOCKS):  # whatever its shape
                 found.local.setdefault(name, {"range": [first, last]})[key] = value
-            elif value.shape == p.shape:  # nothing is sharded, or no step has cut it yet
+            elif value.shape == p.shape:  # nothing is sharded, or no step has sharded it yet
                 local = value.detach().reshape(-1)[first:last]
                 found.parts.append(_part(f"{STATE}{name}.{key}", p, local))
             elif value.shape == (last - first,):
@@ -198,8 +198,8 @@ def optimizer_parts(optimizer: Optimizer, model: ModelParts) -> OptimizerParts:
 
 
 def owned_state(optimizer: Optimizer, model: ModelParts) -> dict[str, Any]:
-    """Of an optimizer that updates whole parameters, what only this rank can tell the others: names, shapes and dtypes
-    of the parts it owns, and the state that is no tensor of elements."""
+    """For an optimizer that updates whole parameters, what only this rank knows: names, shapes and dtypes of the parts
+    it owns, and the state that is not a tensor."""
     own = optimizer_parts(optimizer, model)
     tensors = {part.name: (list(part.shape), dtype_name(part.local.dtype)) for part in own.parts}
     return {"tensors": tensors, "scalars": own.shared["scalars"]}
@@ -212,8 +212,8 @@ def _groups(optimizer: Optimizer, model: ModelParts) -> list[dict[str, Any]]:
         strangers = [p for p in group["params"] if id(p) not in names]
         if strangers:
             raise CheckpointError(
-                f"Group {number} of {type(optimizer).__name__} holds {len(strangers)} parameters that are not of this "
-                f"model (the first has shape {tuple(strangers[0].shape)}). Save each model with its own optimizer."
+                f"Group {number} of {type(optimizer).__name__} holds {len(strangers)} parameters that do not belong to "
+                f"this model (the first has shape {tuple(strangers[0].shape)}). Save each model with its own optimizer."
             )
         groups.append({**group, "params": [names[id(p)] for p in group["params"]]})
     return groups
@@ -222,16 +222,16 @@ def _groups(optimizer: Optimizer, model: ModelParts) -> list[dict[str, Any]]:
 def prepare_optimizer(
     optimizer: Optimizer, model: ModelParts, shared: dict[str, Any], manifest: Manifest, folder: Any
 ) -> tuple[dict[str, dict[str, torch.Tensor]], list[Part]]:
-    """State tensors as the checkpoint has them, empty, and the parts that fill them.
+    """Empty state tensors shaped as in the checkpoint, and the parts that fill them.
 
     Raises:
-        CheckpointError: the optimizer is of another class, or has other groups, than the one that was saved.
+        CheckpointError: the optimizer has another class or other groups than the saved one.
     """
     _check_class(optimizer, shared, folder)
     here = _groups(optimizer, model)
     if len(here) != len(shared["groups"]):
         raise CheckpointError(
-            f"The optimizer in {folder} has {len(shared['groups'])} groups of parameters, and this one has {len(here)}."
+            f"The optimizer in {folder} has {len(shared['groups'])} parameter groups; this one has {len(here)}."
         )
     for number, (mine, saved) in enumerate(zip(here, shared["groups"], strict=True)):
         odd = sorted(set(mine["params"]) ^ set(saved["params"]))
@@ -263,30 +263,30 @@ def prepare_optimizer(
 
 
 def _dtype_of_state(saved: str, weights: Tensor | None, p: ShardedParameter) -> torch.dtype:
-    """State that had its parameter's dtype has it here, too: masters may be in fp32 now (torch casts as well)."""
+    """State saved in its parameter's dtype gets the parameter's present dtype: masters may be fp32 now."""
     here = p.flat.locals[p.index].dtype
     followed = weights is not None and weights.dtype == saved
     return here if followed and here.is_floating_point else getattr(torch, saved)
 
 
 def _check_class(optimizer: Optimizer, shared: dict[str, Any], folder: Any) -> None:
-    """Another class would not find the state that it keeps, and silently begin anew, or take it for its own.
+    """Raise CheckpointError for another class, which would misread the saved state or silently start without it.
 
-    What other engines wrote names no class, but its groups have Adam's `betas` or not.
+    Converted checkpoints name no class, but their groups either have Adam's `betas` or not.
     """
     own = unwrapped(optimizer)
     here, there = type(own).__name__, shared.get("class")
     alike = all(("betas" in group) == ("betas" in own.defaults) for group in shared["groups"])
     if here != there if there else not alike:
         raise CheckpointError(
-            f"The optimizer in {folder} is {there or 'of another class'}, and this one is {here}, which keeps other "
-            f"state. Go on with {there or 'the one that was saved'}, or load the weights alone and let {here} begin "
-            "anew: shardproof.load(model, None, path)."
+            f"The optimizer in {folder} is {there or 'of another class'}, and this one is {here}, which keeps "
+            f"different state. Continue with {there or 'the saved class'}, or load only the weights and let {here} "
+            "start afresh: shardproof.load(model, None, path)."
         )
     if "bias_correction" not in own.defaults and any(not g.get("bias_correction", True) for g in shared["groups"]):
         raise CheckpointError(
             f"The optimizer in {folder} steps without Adam's bias correction (DeepSpeed's bias_correction=False), "
-            f"and {here} always corrects. Load the weights alone and let {here} begin anew: "
+            f"and {here} always corrects. Load only the weights and let {here} start afresh: "
             "shardproof.load(model, None, path)."
         )
 
@@ -294,10 +294,10 @@ def _check_class(optimizer: Optimizer, shared: dict[str, Any], folder: Any) -> N
 def take_local_state(
     local: dict[str, dict[str, Any]], model: ModelParts, state: dict[str, dict[str, Any]], folder: Any
 ) -> None:
-    """Add state of other shapes than the parameter's to `state`.
+    """Add state whose shape differs from its parameter's to `state`.
 
     Raises:
-        CheckpointError: it belongs to other slices than those of now.
+        CheckpointError: it belongs to other slices than the present ones.
     """
     for name, values in local.items():
         p = model.params[name]
@@ -314,7 +314,7 @@ def take_local_state(
 
 def _cut(folder: Any, name: str, keys: list[str]) -> CheckpointError:
     return CheckpointError(
-        f"The optimizer in {folder} keeps state of '{name}' that cannot be cut anew ({', '.join(keys)}). "
+        f"The optimizer in {folder} keeps state of '{name}' that cannot be resharded ({', '.join(keys)}). "
         "Load it at the stage and on the number of ranks that saved it."
     )
 
@@ -322,7 +322,7 @@ def _cut(folder: Any, name: str, keys: list[str]) -> CheckpointError:
 def adopt_optimizer(
     optimizer: Optimizer, model: ModelParts, state: dict[str, dict[str, Any]], shared: dict[str, Any]
 ) -> None:
-    """Give the optimizer its groups and its state."""
+    """Load groups and state into the optimizer."""
     owned = owned_here(optimizer)
     for group, saved in zip(optimizer.param_groups, shared["groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
@@ -339,13 +339,13 @@ def adopt_optimizer(
 
 
 def _as_its_class_wants(optimizer: Optimizer) -> None:
-    """What `load_state_dict` ends with: classes of torch make a tensor of a number of steps (DeepSpeed's Adams count in
-    an int), and add what their groups lack."""
+    """The last part of `load_state_dict`: torch's classes turn the number of steps into a tensor (DeepSpeed's Adam
+    counts in an int), and add keys that groups lack."""
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
 def _placed(key: str, value: Any, group: dict[str, Any], p: ShardedParameter) -> Any:
-    """As torch's own `load_state_dict`: the number of steps lies on the CPU unless a kernel counts it."""
+    """As in torch's `load_state_dict`: the number of steps is on the CPU unless a kernel updates it."""
     if not isinstance(value, torch.Tensor) or (key == "step" and not (group.get("capturable") or group.get("fused"))):
         return value
     return value.to(p.flat.device)

@@ -1,4 +1,4 @@
-"""Checkpoints of other engines become ours, so that a run can move over."""
+"""Convert checkpoints of other engines into ours, so that a run can move over."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ from shardproof.checkpoint.values import to_bytes
 from shardproof.errors import CheckpointError
 
 TRAINER_STATE = "trainer_state.json"
-SCHEDULERS = ("scheduler.pt", "scheduler.bin")  # of transformers' Trainer and of Accelerate
+SCHEDULERS = ("scheduler.pt", "scheduler.bin")  # transformers' Trainer, Accelerate
 
 
 def convert(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> tuple[Found, list[str]]:
-    """Write a checkpoint of another engine as one of ours, in this process alone.
+    """Convert another engine's checkpoint into one of ours, in this process only.
 
-    Read are DeepSpeed's ZeRO 1, 2 and 3 (a folder with `latest`, or the one it names), and what
-    torch.distributed.checkpoint wrote (FSDP2, Accelerate's `save_state`), also inside a `checkpoint-N` of transformers'
-    Trainer, whose state and scheduler come along. Tensors are not held in memory. Random numbers are not taken over.
+    It reads DeepSpeed's ZeRO 1, 2 and 3 (a folder with `latest`, or the one it names) and the format of
+    torch.distributed.checkpoint (FSDP2, Accelerate's `save_state`), also inside a `checkpoint-N` of transformers'
+    Trainer, whose state and scheduler are kept. Tensors are not held in memory. Random states are not converted.
 
     Returns: what was found, and the names of values that cannot be kept.
 
     Raises:
-        CheckpointError: `source` is none of these, is damaged, or `folder` is taken.
+        CheckpointError: `source` is none of these or damaged, or `folder` exists.
     """
     where = Path(source).expanduser()
     target = Path(os.path.abspath(Path(folder).expanduser()))
     try:
         return _convert(where, target)
-    except OSError as error:  # a disk that is full, may not be written to, or is gone
+    except OSError as error:  # the disk is full, read-only, or gone
         place = f"{error.filename}: " if error.filename else ""
         raise CheckpointError(f"{where} cannot be converted to {target}: {place}{error.strerror or error}.") from error
 
 
 def _convert(where: Path, target: Path) -> tuple[Found, list[str]]:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} is there already. Name another folder.")
+        raise CheckpointError(f"{target} exists already. Name another folder.")
     deepspeed, distributed = deepspeed_folder(where), distributed_folders(where)
     if (where / MANIFEST).is_file():
-        raise CheckpointError(f"{where} is a checkpoint of shardproof already: shardproof.load reads it.")
+        raise CheckpointError(f"{where} is already a shardproof checkpoint: shardproof.load reads it.")
     if deepspeed is None and not distributed:
         other = "is a file" if where.exists() else "does not exist"
         what = "holds no checkpoint that can be converted" if where.is_dir() else other
         raise CheckpointError(
-            f"{where} {what}. Known are folders with *_optim_states.pt (DeepSpeed ZeRO, or the folder with 'latest')"
-            " and with .metadata (FSDP2, Accelerate's save_state)."
+            f"{where} {what}. Supported are folders with *_optim_states.pt (DeepSpeed ZeRO, or the folder with "
+            "'latest') and with .metadata (FSDP2, Accelerate's save_state)."
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".converting-", dir=target.parent) as scratch:
@@ -69,7 +69,7 @@ def _convert(where: Path, target: Path) -> tuple[Found, list[str]]:
 
 
 def _of_trainer(source: Path, found: Found) -> dict[str, bytes]:
-    """What a trainer keeps beside the engine's files: the scheduler, and transformers' Trainer its state, as a file."""
+    """What a trainer keeps along with the engine's files: the scheduler and the state file of transformers' Trainer."""
     for name in SCHEDULERS:
         if (source / name).is_file():
             found.values["scheduler"] = read_pickle(source / name)
@@ -110,7 +110,7 @@ def _write(target: Path, found: Found, files: dict[str, bytes]) -> list[str]:
 
 
 def described(found: Found) -> list[tuple[str, Any]]:
-    """What was converted, for a table."""
+    """What was converted, as rows of a table."""
     names = {part.name for part in found.parts if part.name.startswith("model.")}
     state = {part.name.rpartition(".")[2] for part in found.parts if not part.name.startswith("model.")}
     shown = f"{len(found.groups)} group(s), {', '.join(sorted(state))}" if found.groups else "none"

@@ -1,8 +1,7 @@
-"""Ranks on machines that do not see the folder: rank 0 writes what they hold, and reads for them.
+"""Ranks on machines that cannot see the folder: rank 0 writes their parts, and reads for them.
 
-A checkpoint, or a model, lies in one place, the folder of rank 0. Where machines share no file system, bytes go there
-and back over the ranks' own group, one piece after the other and one rank after the other. What is written is what it
-would be on a file system that all share.
+A checkpoint or a model is in one place: rank 0's folder. If machines do not share a file system, bytes travel there and
+back over the ranks' process group, piece by piece and rank by rank. The files are the same as on a shared file system.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SEEN_WITHIN = 5.0  # seconds until a file that one machine has made is seen by all
-WINDOW = 1 << 22  # bytes that are collected before they are sent
+SEEN_WITHIN = 5.0  # seconds until all machines see a file that one has created
+WINDOW = 1 << 22  # bytes to collect before sending
 END = -1
 
 
 def blind(folder: Path, rank: int, everyone: Callable[[Any], list[Any]]) -> list[int]:
-    """The ranks that do not see `folder`, which rank 0 has made; the same list on all. Collective.
+    """The ranks that cannot see `folder`, which rank 0 has created; the same list on all. Collective.
 
     Args:
-        everyone: gives what each rank has passed to it.
+        everyone: an all-gather of objects.
     """
     mark = folder / f".{secrets.token_hex(8)}"
     if rank == 0:
@@ -38,7 +37,7 @@ def blind(folder: Path, rank: int, everyone: Callable[[Any], list[Any]]) -> list
     limit = time.monotonic() + SEEN_WITHIN
     while not (seen := mark.exists()) and time.monotonic() < limit:
         time.sleep(0.1)
-        for parent in (folder.parent, folder):  # a network file system asks anew when a folder is opened
+        for parent in (folder.parent, folder):  # makes a network file system look again
             with contextlib.suppress(OSError):
                 os.listdir(parent)
     found = everyone(seen)
@@ -48,7 +47,7 @@ def blind(folder: Path, rank: int, everyone: Callable[[Any], list[Any]]) -> list
 
 
 class Post:
-    """Packets between this rank and another one: three numbers, and bytes.
+    """Packets (three numbers, and bytes) between this rank and another one.
 
     Args:
         other: its rank in `group`.
@@ -77,7 +76,7 @@ class Post:
 
 
 class Sent(io.RawIOBase):
-    """A file that lies elsewhere: what is written to it is sent there, in order."""
+    """A file on another machine: everything written to it is sent there, in order."""
 
     def __init__(self, post: Post) -> None:
         self._post, self._at = post, 0

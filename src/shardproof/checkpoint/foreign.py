@@ -1,9 +1,9 @@
-"""What checkpoints of other engines hold, in our words, and how their files are read.
+"""The contents of other engines' checkpoints in our terms, and how their files are read.
 
-[Note: pickles of others]
-DeepSpeed's files are pickles. Nothing in them is run or needs DeepSpeed: what is no tensor, number, text or container
-becomes an empty stand-in. `.metadata` of torch.distributed.checkpoint is read by torch, which runs what it says:
-convert only what you trust.
+[Note: foreign pickles]
+DeepSpeed's files are pickles. Nothing in them is executed or needs DeepSpeed: anything but tensors, numbers, strings
+and containers becomes an empty stand-in. The `.metadata` of torch.distributed.checkpoint is read by torch, which does
+execute it: convert only checkpoints you trust.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapp
 
 
 def own_name(name: str) -> str:
-    """A parameter's name in the model itself, without what `torch.compile`, FSDP and checkpointing put before it."""
+    """A parameter's name in the model itself, without the prefixes of `torch.compile`, FSDP and checkpointing."""
     return _WRAPPERS.sub("", name).lstrip(".")
 
 
 @dataclass
 class Found:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
-        kind: who wrote it, in a word or two.
-        parts: ranges of flattened tensors; several of one name make it up.
-        groups: of the optimizer, with the names of their parameters; empty if there is none.
-        scalars: state of the optimizer that is one number, by parameter and name.
-        values: whatever else it holds.
-        lost: names of values that are not read, as they would be run.
-        frozen_unknown: its writer left frozen parameters out, or had none; their names are not in it.
+        kind: the engine that wrote it, in a word or two.
+        parts: ranges of flattened tensors; a tensor may consist of several with the same name.
+        groups: the optimizer's groups, with the names of their parameters; empty without an optimizer.
+        scalars: scalar state of the optimizer, by parameter and name.
+        values: everything else.
+        lost: names of values that are not read, because reading would execute them.
+        frozen_unknown: the writer left frozen parameters out, or had none; their names are not in it.
     """
 
     kind: str
@@ -54,17 +54,17 @@ class Found:
         self.parts.append(Part(name, tuple(shape), first, local.detach().reshape(-1), False))
 
     def add_state(self, name: str, shape: Any, first: int, state: dict[str, Any], at: int, count: int) -> None:
-        """The optimizer's state of a range of a parameter, which lies at `at` in flat tensors."""
+        """Add the optimizer's state for a range of a parameter, found at `at` in flat tensors."""
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 self.add(f"{STATE}{name}.{key}", shape, first, value[at : at + count])
-            else:  # one tensor for a whole group; the optimizer counts in place, for each parameter
+            else:  # one tensor for a whole group; the optimizer updates it in place for each parameter
                 own = value.clone() if isinstance(value, torch.Tensor) else value
                 self.scalars.setdefault(name, {})[key] = own
 
 
 class _StandIn:
-    """Whatever a pickle names that is none of ours."""
+    """Stands in for any class or function that a pickle names."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.arguments = args
@@ -93,14 +93,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Pickle:
-    """What `torch.load` wants of a pickle module."""
+    """The pickle module to pass to `torch.load`."""
 
     Unpickler = _Unpickler
     load = staticmethod(pickle.load)
 
 
 def read_pickle(file: Path) -> Any:
-    """Tensors stay in the file until they are looked at."""
+    """Read a pickle; tensors stay in the file until they are accessed."""
     try:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=False, pickle_module=_Pickle)
     except Exception as error:
@@ -108,7 +108,7 @@ def read_pickle(file: Path) -> Any:
 
 
 def reason_of(error: Exception) -> str:
-    """In one line. What a damaged pickle raises is anything, and often no sentence: its class says what it is."""
+    """The reason in one line. A damaged pickle may raise anything, so its class is named, too."""
     text = str(error).strip().partition("\n")[0].rstrip(": .")
     told = isinstance(error, CheckpointError | OSError | RuntimeError | EOFError | pickle.UnpicklingError)
     return f"{'' if told else f'{type(error).__name__}: '}{text}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""What a checkpoint of DeepSpeed's ZeRO holds. See [Note: pickles of others]."""
+"""Read checkpoints of DeepSpeed ZeRO. See [Note: foreign pickles] in foreign.py."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from shardproof.checkpoint.foreign import Found, own_name, read_pickle
 from shardproof.checkpoint.values import to_bytes
 from shardproof.errors import CheckpointError
 
-# What DeepSpeed itself writes beside the model; the rest is the user's (`client_state`).
+# The keys that DeepSpeed itself writes along with the model; the others are the user's (`client_state`).
 _DEEPSPEED = set(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
     "data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size "
     "mp_world_size ds_config ds_version checkpoint_parallel_dimensions".split()
 )
 
-_OURS = {"step", "counters", "scheduler", "client_state"}  # names of values that are written here
+_OURS = {"step", "counters", "scheduler", "client_state"}  # names of values that we write
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def deepspeed_folder(source: Path) -> Path | None:
-    """The folder with the files of a DeepSpeed checkpoint: `source`, or what its `latest` names.
+    """The folder with the files of a DeepSpeed checkpoint: `source`, or the folder its `latest` names.
 
     Raises:
-        CheckpointError: `latest` cannot be read, or names what is not there.
+        CheckpointError: `latest` cannot be read, or names a folder that does not exist.
     """
     if (latest := source / "latest").is_file():
         try:
@@ -38,23 +38,23 @@ def deepspeed_folder(source: Path) -> Path | None:
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{latest} cannot be read: {error}.") from error
         if not (source / name).is_dir():
-            raise CheckpointError(f"{latest} names {name}, which is not there. Name a folder of those that are.")
+            raise CheckpointError(f"{latest} names {name}, which does not exist. Name one of the folders that do.")
         source = source / name
     return source if any(source.glob("*_optim_states.pt")) or any(source.glob("*mp_rank_*_states.pt")) else None
 
 
 def read_deepspeed(folder: Path) -> Found:
-    """A checkpoint of ZeRO 1, 2 or 3: masters, the optimizer's state, buffers, frozen parameters.
+    """Read a checkpoint of ZeRO 1, 2 or 3: masters, optimizer state, buffers, frozen parameters.
 
     Raises:
-        CheckpointError: files are missing, or it is none of ZeRO.
+        CheckpointError: files are missing, or it was not written by ZeRO.
     """
     try:
         return _read(folder)
     except KeyError as error:
         raise CheckpointError(
             f"{folder} lacks {error}, which DeepSpeed 0.19 writes. Load it with the release that wrote it, and save it "
-            "once with 0.19."
+            "again with 0.19."
         ) from error
 
 
@@ -63,21 +63,21 @@ def _read(folder: Path) -> Found:
     files = sorted(folder.glob("*_optim_states.pt"), key=by_number)
     optimizers = [read_pickle(file)["optimizer_state_dict"] for file in files]
     models = [_named(read_pickle(file)) for file in sorted(folder.glob("*_model_states.pt"), key=by_number)]
-    # DeepSpeed's optimizer for bf16, which it takes at stage 1, leaves the stage out.
+    # DeepSpeed's bf16 optimizer, used at stage 1, does not write the stage.
     if not optimizers or not {"zero_stage", "param_slice_mappings"} & optimizers[0].keys():
-        raise CheckpointError(f"{folder} was not written by ZeRO: there is no optimizer state of stages 1 to 3 in it.")
+        raise CheckpointError(f"{folder} was not written by ZeRO: it has no optimizer state of stages 1 to 3.")
     if not models or any("mp_rank_00" not in file.name for file in files):
         raise CheckpointError(
-            f"{folder} lacks model states, or was written with tensor parallelism, which is not read."
+            f"{folder} lacks model states, or was written with tensor parallelism, which is not supported."
         )
     count = optimizers[0]["partition_count"]
     ranks = max(count) if isinstance(count, list) else int(count)
     if len(optimizers) != ranks:
-        raise CheckpointError(f"{folder} was written by {ranks} ranks, and there are files of {len(optimizers)}.")
+        raise CheckpointError(f"{folder} was written by {ranks} ranks, but has files of only {len(optimizers)}.")
     _check_steps(folder, optimizers, models)
     stage = 3 if "fp32_flat_groups" in optimizers[0] else 2
     if stage == 3 and len(models) != ranks:
-        raise CheckpointError(f"{folder} was written by {ranks} ranks, and there are model states of {len(models)}.")
+        raise CheckpointError(f"{folder} was written by {ranks} ranks, but has model states of only {len(models)}.")
     found = Found(f"DeepSpeed {models[0].get('ds_version', '')}, ZeRO-{3 if stage == 3 else '1/2'}")
     shapes = [OrderedDict(group) for group in models[0]["param_shapes"]]
     try:
@@ -91,7 +91,7 @@ def _read(folder: Path) -> Found:
         found.add(MODEL + name, models[0]["module"][name].shape, 0, models[0]["module"][name])
     client = {name: value for name, value in models[0].items() if name not in _DEEPSPEED}
     found.values = dict(client)
-    if _OURS & client.keys():  # of those names the values below are ours; the user's are whole under this one
+    if _OURS & client.keys():  # the values below take these names; the user's are all kept under this one
         found.values["client_state"] = {name: value for name, value in client.items() if _can_be_kept(name, value)}
     found.values["step"] = models[0]["global_steps"]
     found.values["counters"] = {name: models[0][name] for name in _COUNTERS if name in models[0]}
@@ -101,7 +101,7 @@ def _read(folder: Path) -> Found:
 
 
 def _named(model: Any) -> Any:
-    """A file of model states with the model's own names: `torch.compile` has put something before them."""
+    """Model states with the model's own names, without the prefix of `torch.compile`."""
     for key in ("module", "frozen_param_shapes", "frozen_param_fragments", "shared_params"):
         if isinstance(entries := model.get(key), dict):
             model[key] = {own_name(name): value for name, value in entries.items()}
@@ -121,7 +121,7 @@ def _can_be_kept(name: str, value: Any) -> bool:
 
 
 def _check_steps(folder: Path, optimizers: list[Any], models: list[Any]) -> None:
-    """Raise CheckpointError where the files of ranks are not of the same step."""
+    """Raise CheckpointError if the files of the ranks are from different steps."""
     counts = []
     for state in optimizers:
         base = state.get("optimizer_state_dict") or state.get("base_optimizer_state")
@@ -133,25 +133,25 @@ def _check_steps(folder: Path, optimizers: list[Any], models: list[Any]) -> None
         other = next((rank for rank, step in known.items() if step != known[first]), None)
         if other is not None:
             raise CheckpointError(
-                f"{folder} holds files of two checkpoints: the {what} states of rank {other} are of another step than "
-                f"those of rank {first}. Take all files from where they were written."
+                f"{folder} holds files of two checkpoints: the {what} states of rank {other} are from another step "
+                f"than those of rank {first}. Copy all files again from where they were written."
             )
 
 
 def _zero2(found: Found, optimizers: list[Any], model: Any, shapes: list[OrderedDict[str, Any]]) -> None:
-    """Each rank has a run of each group's flattened parameters, which lie in it in the order of `param_shapes`.
+    """Each rank has a contiguous range of each group's flattened parameters, in the order of `param_shapes`.
 
-    (`param_slice_mappings` says where they lie, too, but in the order before `round_robin_gradients` changed it.)
+    (`param_slice_mappings` also gives positions, but in the order before `round_robin_gradients` changed it.)
     """
     first = optimizers[0]
     if "param_slice_mappings" not in first or "state" not in first["base_optimizer_state"]:
         raise CheckpointError(
-            "it was written with elastic_checkpoint, or by a DeepSpeed older than what can be read (0.19). Load it "
-            "there and save it once, without elastic_checkpoint."
+            "it was written with elastic_checkpoint, or by a DeepSpeed older than 0.19, which cannot be read. Load it "
+            "with the DeepSpeed that wrote it, and save it again without elastic_checkpoint."
         )
     paddings = first.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
     for number, (group, gaps) in enumerate(zip(shapes, paddings, strict=True)):
-        low = start = 0  # where the run of a rank and a parameter begin
+        low = start = 0  # where the range of a rank, and a parameter, begin
         for state in optimizers:
             flat = state["single_partition_of_fp32_groups"][number]
             own = state["base_optimizer_state"]["state"].get(number, {})
@@ -167,20 +167,20 @@ def _zero2(found: Found, optimizers: list[Any], model: Any, shapes: list[Ordered
                 start += numel + gap
             low += flat.numel()
         if low < start:
-            raise CheckpointError(f"its group {number} of parameters has {start:,} elements, and masters of {low:,}.")
+            raise CheckpointError(f"its parameter group {number} has {start:,} elements, but masters for {low:,}.")
     trained = {name for group in shapes for name in group}
     known = {*trained, *model["buffer_names"], *model["shared_params"]}
     frozen = {name: value for name, value in model["module"].items() if name not in known}
     for name, value in frozen.items():
         found.add(MODEL + name, value.shape, 0, value)
-    # None is what stage 1 always says, and stage 2 where they are left out.
+    # Stage 1 always writes None, and stage 2 does where they are left out.
     found.frozen_unknown = model.get("frozen_param_shapes") is None and not frozen
     groups = first["base_optimizer_state"]["param_groups"]
     found.groups = [{**group, "params": list(names)} for group, names in zip(groups, shapes, strict=True)]
 
 
 def _check(name: str, masters: torch.Tensor, first: int, weights: torch.Tensor | None) -> None:
-    """Raise CheckpointError unless masters are, when rounded, the model's own weights, which are there as well."""
+    """Raise CheckpointError unless the rounded masters equal the model's weights, which are stored as well."""
     if weights is None or not weights.is_floating_point():
         return
     there = weights.detach().reshape(-1)[first : first + masters.numel()]
@@ -189,20 +189,20 @@ def _check(name: str, masters: torch.Tensor, first: int, weights: torch.Tensor |
         masters.detach().to(there.dtype), there, rtol=kind.eps, atol=kind.tiny, equal_nan=True
     ):
         raise CheckpointError(
-            f"the masters of '{name}' are not its weights in the model's file. Files of two checkpoints lie here, or "
-            "the masters in an order that is not known: load it with DeepSpeed and save it once."
+            f"the masters of '{name}' differ from its weights in the model's file. Either these are files of two "
+            "checkpoints, or the masters are in an unknown order: load it with DeepSpeed and save it again."
         )
 
 
 def _zero3(found: Found, optimizers: list[Any], models: list[Any], shapes: list[OrderedDict[str, Any]]) -> None:
-    """Each rank has the same part of each parameter, one after the other in a flat tensor for each sub-group.
+    """Each rank has an equal part of each parameter, one after the other in a flat tensor per sub-group.
 
-    `shapes` are of sub-groups (of `sub_group_size` elements), of which a group of the optimizer has one or several.
+    `shapes` are those of sub-groups (of `sub_group_size` elements); an optimizer group has one or more of them.
     """
     ranks = len(optimizers)
     groups = optimizers[0]["optimizer_state_dict"]["param_groups"]
     if [piece for group in groups for piece in group["params"]] != list(range(len(shapes))):
-        raise CheckpointError(f"its optimizer has other groups than the {len(shapes)} that the model's file names.")
+        raise CheckpointError(f"its optimizer's groups differ from the {len(shapes)} that the model's file names.")
     for rank, state in enumerate(optimizers):
         states = state["optimizer_state_dict"]["state"]
         for number, (names, flat) in enumerate(zip(shapes, state["fp32_flat_groups"], strict=True)):
@@ -215,8 +215,8 @@ def _zero3(found: Found, optimizers: list[Any], models: list[Any], shapes: list[
                 at += share
             if at != flat.numel():
                 raise CheckpointError(
-                    f"the masters of '{next(iter(names))}' and what follows it are not in the file of rank {rank}, as "
-                    "where DeepSpeed keeps them on NVMe. Load it with the optimizer on the CPU, and save it once."
+                    f"the masters from '{next(iter(names))}' on are not in the file of rank {rank}, as happens when "
+                    "DeepSpeed keeps them on NVMe. Load it with the optimizer on the CPU, and save it again."
                 )
         for name, shape in (models[rank].get("frozen_param_shapes") or {}).items():
             _, first, count = _share(shape, rank, ranks)
@@ -226,7 +226,7 @@ def _zero3(found: Found, optimizers: list[Any], models: list[Any], shapes: list[
 
 
 def _share(shape: Any, rank: int, ranks: int) -> tuple[int, int, int]:
-    """What each rank has of a parameter at stage 3, padding included; where this rank's begins, and what it is."""
+    """Elements per rank of a parameter at stage 3, with padding; where this rank's range begins, and its size."""
     numel = torch.Size(shape).numel()
     share = math.ceil(numel / ranks)
     first = min(rank * share, numel)

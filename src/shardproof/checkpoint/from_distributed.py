@@ -1,4 +1,4 @@
-"""What a checkpoint of torch.distributed.checkpoint (FSDP2, Accelerate) holds."""
+"""Read checkpoints of torch.distributed.checkpoint (FSDP2, Accelerate)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardproof.errors import CheckpointError
 
 
 class _Reading(DefaultLoadPlanner):
-    """Reads values without running what they say; `lost` are those that would be run."""
+    """Reads values without executing them; `lost` are those that would be executed."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -38,10 +38,10 @@ class _Reading(DefaultLoadPlanner):
 
 
 def distributed_folders(source: Path) -> list[Path]:
-    """The folders of torch.distributed.checkpoint in `source`: itself, or those Accelerate keeps there.
+    """The torch.distributed.checkpoint folders in `source`: itself, or those Accelerate keeps there.
 
     Raises:
-        CheckpointError: one of them is not complete.
+        CheckpointError: one of them is incomplete.
     """
     if (source / ".metadata").is_file():
         return [source]
@@ -49,20 +49,19 @@ def distributed_folders(source: Path) -> list[Path]:
     for folder in folders:
         if not (folder / ".metadata").is_file():
             raise CheckpointError(
-                f"{folder} is not complete: .metadata, which is written last and says what the other files hold, is "
-                "missing."
+                f"{folder} is incomplete: .metadata, which is written last and describes the other files, is missing."
             )
     return sorted({*folders, *(file.parent for file in source.glob("*/.metadata"))})
 
 
 def read_distributed(folders: list[Path], scratch: Path) -> Found:
-    """Checkpoints of FSDP2 and of whatever else saves state dicts with torch.distributed.checkpoint.
+    """Read checkpoints of FSDP2 and of anything else that saves state dicts with torch.distributed.checkpoint.
 
     Args:
-        scratch: a folder for tensors on their way; they need not fit into memory.
+        scratch: a folder for tensors in transit, as they may not fit into memory.
 
     Raises:
-        CheckpointError: there is no model in them.
+        CheckpointError: they hold no model.
     """
     found, entries = Found("torch.distributed.checkpoint"), {}
     paths: dict[str, tuple[str | int, ...]] = {}
@@ -71,8 +70,8 @@ def read_distributed(folders: list[Path], scratch: Path) -> Found:
         if twice := next((name for name in more if name in entries), None):
             raise CheckpointError(
                 f"{folder.parent} holds more than one checkpoint, or states of more than one model: '{twice}' is in "
-                f"{folder.name}, and in another of {', '.join(one.name for one in folders)}. Name the folder of one, "
-                "or move those aside that do not belong to it."
+                f"{folder.name} and in another of {', '.join(one.name for one in folders)}. Name the folder of one, "
+                "or move aside those that do not belong to it."
             )
         entries.update(more)
     optimizer = {name.partition(".param_groups.")[0] for name in entries if ".param_groups." in name}
@@ -109,19 +108,19 @@ def read_distributed(folders: list[Path], scratch: Path) -> Found:
 
 
 def _check_not_bare(folder: Path, entries: dict[str, Any], paths: dict[str, Any], model: str) -> None:
-    """Raise CheckpointError for a state dict at the top whose names begin with `model.` as well, but not all."""
+    """Raise CheckpointError for a top-level state dict in which only some names begin with `model.`."""
     tensors = [name for name, value in entries.items() if isinstance(value, torch.Tensor)]
     bare = [name for name in tensors if len(paths.get(name, ())) == 1]
     beside = next((name for name in bare if not name.startswith(model)), None)
     if beside and any(name.startswith(model) for name in bare):
         raise CheckpointError(
-            f"{folder} holds a model's tensors at its top ('{beside}' beside those under '{model}'), where nothing "
-            "tells them from other values. Save {'model': get_model_state_dict(model)} where it was written."
+            f"{folder} holds a model's tensors at the top level ('{beside}' next to those under '{model}'), where they "
+            "cannot be told from other values. Save {'model': get_model_state_dict(model)} where it was written."
         )
 
 
 def _named_groups(groups: dict[str, dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Raises CheckpointError where it is not told which parameter is which, or which of them make up a group."""
+    """Raises CheckpointError if the checkpoint does not say which parameter is which, or which ones make up a group."""
     problem = ""
     if not all(number.isdecimal() for number in groups):
         problem = "the groups of the optimizer (flatten_optimizer_state_dict=True)"
@@ -138,7 +137,7 @@ def _named_groups(groups: dict[str, dict[str, Any]], folder: Path) -> list[dict[
 
 
 def _with_numbers(value: Any) -> Any:
-    """Dicts whose keys were numbers (milestones of a scheduler), which are saved as texts."""
+    """Restore the numeric keys of dicts (a scheduler's milestones), which are saved as strings."""
     if isinstance(value, list):
         return [_with_numbers(item) for item in value]
     if not isinstance(value, dict):
@@ -148,7 +147,7 @@ def _with_numbers(value: Any) -> Any:
 
 
 def _entries(folder: Path, scratch: Path, paths: dict[str, Any], lost: list[str]) -> dict[str, Any]:
-    """Tensors and values by name. Where these were in what was saved is added to `paths`, those not read to `lost`."""
+    """Tensors and values by name. Adds their paths in the saved object to `paths`, and values not read to `lost`."""
     scratch.mkdir(parents=True)
     reader, planner = dcp.FileSystemReader(folder), _Reading()
     with _readable(folder):
@@ -174,9 +173,9 @@ def _readable(folder: Path) -> Iterator[None]:
 
 
 def _on_disk(file: Path, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """An empty tensor that lives in a file."""
+    """An empty tensor backed by a file."""
     if not shape.numel() or not shape:
         return torch.empty(shape, dtype=dtype)
-    with file.open("wb") as made:  # takes the room now; on a full disk writing to mapped memory ends the process
+    with file.open("wb") as made:  # reserves the room: writing to mapped memory on a full disk kills the process
         os.posix_fallocate(made.fileno(), 0, shape.numel() * dtype.itemsize)
     return torch.from_file(str(file), shared=True, size=shape.numel(), dtype=dtype).view(shape)

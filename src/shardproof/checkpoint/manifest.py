@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what it holds and where. It is written last, and makes a checkpoint complete.
+"""The manifest of a checkpoint: what it holds and where. It is written last, which makes the checkpoint complete.
 
-It is JSON, so that reading a checkpoint unpickles nothing. The `.metadata` of torch.distributed.checkpoint is written
-as well, for other tools.
+It is JSON, so that reading a checkpoint unpickles nothing. The `.metadata` of torch.distributed.checkpoint is also
+written, for other tools.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HEAD, _MIDDLE, _TAIL = '{"crc32":', ',"content":', "}\n"
 
 @dataclass
 class Piece:
-    """Where some bytes lie, and what their checksum is."""
+    """The location of some bytes, and their checksum."""
 
     file: str
     at: int
@@ -31,11 +31,11 @@ class Piece:
 
 @dataclass
 class Tensor:
-    """A tensor of the checkpoint: flattened, in chunks of consecutive elements.
+    """A tensor in the checkpoint: flattened, in chunks of consecutive elements.
 
     Attributes:
-        shape: of the whole tensor.
-        chunks: for each the first element, the number of elements, and where it lies.
+        shape: of the unsharded tensor.
+        chunks: for each, the first element, the number of elements, and the location.
     """
 
     shape: list[int]
@@ -45,14 +45,14 @@ class Tensor:
 
 @dataclass
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         created: seconds since 1970.
         left_out: frozen parameters that are not in the checkpoint, and their shapes.
-        frozen_unknown: any that are frozen may be missing; another engine left them out and did not say which.
-        values: what is no tensor, by name; `name@rank` where ranks differ.
-        files: size of each in bytes.
+        frozen_unknown: frozen parameters may be missing; another engine left them out without naming them.
+        values: everything but tensors, by name; `name@rank` where ranks differ.
+        files: the size of each in bytes.
         sums: checksums (crc32) of files that are read as a whole.
     """
 
@@ -68,7 +68,7 @@ class Manifest:
     format: int = FORMAT
 
     def place(self, name: str, rank: int) -> str | None:
-        """Where the value `name` for a rank is: one for all, its own, or that of rank 0."""
+        """The entry of the value `name` for a rank: one for all ranks, its own, or rank 0's."""
         return next((place for place in (name, f"{name}@{rank}", f"{name}@0") if place in self.values), None)
 
     def write(self, folder: Path) -> None:
@@ -80,7 +80,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises CheckpointError where there is no complete checkpoint, or a file is missing or truncated."""
+        """Raises CheckpointError if there is no complete checkpoint, or a file is missing or truncated."""
         path = folder / MANIFEST
         try:
             text = path.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""What this rank holds, as ranges of flattened tensors with a name; and how it is planned to be written and read.
+"""The parts this rank holds, as named ranges of flattened tensors, and the plans for writing and reading them.
 
 Every parameter, buffer and per-element optimizer state is one global 1-D tensor under its own name, whatever the stage
-and the number of ranks. So torch.distributed.checkpoint's own resharding moves it to any other.
+and the number of ranks. So torch.distributed.checkpoint's own resharding moves it to any other layout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-# Elements that are written and read at a time: they bound the memory that both need.
+# Elements to write and read at a time: bounds the memory that both need.
 CHUNK = 1 << 23
 
 
@@ -42,12 +42,12 @@ class Part:
 
     Attributes:
         name: in the checkpoint.
-        shape: of the whole tensor.
-        first: the first element of the flattened tensor that is here.
-        local: what is here, 1-D (maybe empty).
+        shape: of the unsharded tensor.
+        first: the first element of the flattened tensor in this part.
+        local: the values of this part, 1-D (may be empty).
         replicated: whether every rank holds it.
-        copies: how many ranks hold this range of it, if not all; `copy` which of these this rank is.
-        of_first: what ranks hold may differ (buffers), and that of rank 0 counts.
+        copies: how many ranks hold this range, if not all; `copy`: which of these this rank is.
+        of_first: the values may differ between ranks (buffers), and those of rank 0 count.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Part:
 
 
 def to_write(parts: list[Part], rank: int, world: int) -> list[Part]:
-    """What this rank writes: its slices, and its share of what several ranks hold, by bytes where all do."""
+    """The parts this rank writes: its slices, and its share (in bytes) of parts that several ranks hold."""
     total = sum(p.local.nbytes for p in parts if p.replicated and not p.of_first)
     mine, before = [], 0
     for number, part in enumerate(parts):
@@ -82,15 +82,15 @@ def to_write(parts: list[Part], rank: int, world: int) -> list[Part]:
 
 
 class Save(SavePlanner):
-    """Plans the writing of parts and of values that are bytes."""
+    """Plans the writing of parts, and of values as bytes."""
 
     def __init__(self, parts: Iterable[Part], values: dict[str, bytes]) -> None:
         self.parts = list(parts)
         self.values = values
-        self.chunks: dict[MetadataIndex, Part] = {}  # what each chunk is of: a tensor may come in several parts
+        self.chunks: dict[MetadataIndex, Part] = {}  # the part of each chunk: a tensor may have several parts
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Nothing: what is saved is known."""
+        """Nothing to do: the parts are known."""
 
     def create_local_plan(self) -> SavePlan:
         values = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self.values]
@@ -120,7 +120,7 @@ def _write_items(part: Part) -> Iterator[WriteItem]:
 
 
 class Load(LoadPlanner):
-    """Plans the reading of parts, which are written in place."""
+    """Plans reading into parts, in place."""
 
     def __init__(self, parts: Iterable[Part]) -> None:
         self.parts = {part.name: part for part in parts}
@@ -150,4 +150,4 @@ class Load(LoadPlanner):
         return self.parts[read_item.dest_index.fqn].local.narrow(0, read_item.dest_offsets[0], read_item.lengths[0])
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing: `resolve_tensor` gave the memory itself."""
+        """Nothing to do: `resolve_tensor` returned the memory itself."""

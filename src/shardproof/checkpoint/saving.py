@@ -1,4 +1,4 @@
-"""Ranks that save together, and a save that goes on while training does."""
+"""Ranks that save together, and saves that continue during training."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("shardproof")
 
 
-# Of what a host has left: what copies may take. Training, which goes on meanwhile, takes memory, too.
+# The share of a host's free memory that copies may take; training, which continues meanwhile, needs memory, too.
 SHARE = 0.75
 
-# By name of a process group: the channel of its ranks.
+# The channel of each process group's ranks, by the name of the group.
 _channels: dict[str, Made[Channel]] = {}
 
 
 class Saving:
-    """A checkpoint that is being written. It is complete when `wait` has returned.
+    """A checkpoint that is being written. It is complete when `wait` returns.
 
     Attributes:
-        path: the folder it will be.
+        path: the folder it will have.
     """
 
     def __init__(self, path: Path, work: Callable[[], None], background: bool) -> None:
@@ -55,20 +55,20 @@ class Saving:
             with told_plainly():
                 self._work()
         except BaseException as error:
-            self._error = f"The checkpoint {self.path} could not be written, and is not there: {error}"
+            self._error = f"The checkpoint {self.path} could not be written and does not exist: {error}"
         finally:
-            self._work = lambda: None  # lets go of the copies
+            self._work = lambda: None  # releases the copies
 
     @property
     def done(self) -> bool:
-        """Whether nothing is being written any more."""
+        """Whether writing has ended."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
         """Wait until the checkpoint is complete on all ranks; returns its folder.
 
         Raises:
-            CheckpointError: it could not be written. What was there before is untouched.
+            CheckpointError: it could not be written. Whatever was there before is untouched.
         """
         self.join()
         if self._error:
@@ -76,7 +76,7 @@ class Saving:
         return self.path
 
     def join(self) -> str:
-        """Wait; returns what went wrong, or nothing."""
+        """Wait; returns the error message, or an empty string."""
         if self._thread is not None:
             self._thread.join()
         return self._error
@@ -84,9 +84,9 @@ class Saving:
 
 @contextmanager
 def told_plainly() -> Iterator[None]:
-    """Make what torch.distributed.checkpoint raises a CheckpointError of the first rank that failed."""
+    """Turn errors of torch.distributed.checkpoint into a CheckpointError from the first rank that failed."""
     try:
-        with warnings.catch_warnings():  # one process without a process group is an ordinary case
+        with warnings.catch_warnings():  # a single process without a group is fine
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:
@@ -107,11 +107,11 @@ def told_plainly() -> Iterator[None]:
 
 
 class Channel:
-    """The ranks that share a model, on a group of their own, which training does not use.
+    """The ranks that share a model, on a separate process group that training does not use.
 
     Attributes:
-        several_machines: whether they are on more than one.
-        saving: the last checkpoint that was begun. There is one at a time.
+        several_machines: whether they are on more than one machine.
+        saving: the most recent save. There is one at a time.
     """
 
     def __init__(self, comm: Collectives) -> None:
@@ -135,7 +135,7 @@ class Channel:
         return group_named(self._group_name) if self.size > 1 else None
 
     def blind(self, folder: Path) -> list[int]:
-        """The ranks, on other machines, that do not see a folder that rank 0 has made. Collective."""
+        """The ranks, on other machines, that cannot see a folder that rank 0 has created. Collective."""
         if not self.several_machines:
             return []
         name = self.everyone(str(folder))[0]
@@ -145,14 +145,14 @@ class Channel:
         self._blind[name] = found = blind(Path(name), self.rank, self.everyone)
         if found and self.rank == 0:
             log.warning(
-                "%s is not seen by rank(s) %s: what they hold is sent to rank 0, which writes it.",
+                "%s is not seen by rank(s) %s: they send their parts to rank 0, which writes them.",
                 *(name, ", ".join(map(str, found))),
             )
         return found
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether each host has room for what its ranks want to copy there, of which this rank has `nbytes`. Says so
-        once where one has not. Collective."""
+        """Whether each host has room for the copies of its ranks (`nbytes` for this one). Logs once where one has not.
+        Collective."""
         wanted: dict[str, int] = {}
         left: dict[str, int] = {}
         for host, (size, free) in zip(self._hosts or [""], self.everyone((nbytes, host_memory())), strict=True):
@@ -162,19 +162,19 @@ class Channel:
         if full is not None and self.rank == 0 and not self._told_of_room:
             self._told_of_room = True
             log.warning(
-                "Checkpoints are written before training goes on: to write them meanwhile takes a copy of %.3g GB on "
-                "%s, which has %.3g GB left.",
+                "Checkpoints are written before training continues: writing in the background takes a copy of %.3g GB "
+                "on %s, which has %.3g GB left.",
                 *(wanted[full] / 1e9, full or "this machine", left[full] / 1e9),
             )
         return full is None
 
     def posts(self, blind: list[int]) -> dict[int, Post]:
-        """Of rank 0 to those that are blind, of these to rank 0, and of others none."""
+        """Rank 0's posts to the blind ranks, a blind rank's post to rank 0, and none on the others."""
         others = blind if self.rank == 0 else [0] if self.rank in blind else []
         return {rank: Post(self.group, rank) for rank in others}
 
     def everyone(self, value: Any) -> list[Any]:
-        """What each rank passed, in order."""
+        """The values that the ranks passed, in order."""
         if self.size == 1:
             return [value]
         values = [None] * self.size
@@ -182,10 +182,10 @@ class Channel:
         return values
 
     def agree(self, attempt: Callable[[], Any]) -> list[Any]:
-        """What `attempt` returns on each rank, which should be small.
+        """The (small) results of `attempt` on each rank.
 
         Raises:
-            CheckpointError: on all ranks, if it raised on any.
+            CheckpointError: on all ranks, if `attempt` raised on any.
         """
         problem, result = "", None
         cause: Exception | None = None
@@ -201,11 +201,11 @@ class Channel:
         return list(results)
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written. If that failed and nobody has asked, say so."""
+        """Wait for the checkpoint being written. Log a failure that nobody has asked about."""
         saving, self.saving = self.saving, None
         if saving is not None and (problem := saving.join()) and self.rank == 0:
             log.error("%s", problem)
 
     def at_exit(self) -> None:
-        """The program ends: what is being written is finished first."""
+        """Finish writing before the program ends."""
         self.finish()

@@ -1,7 +1,7 @@
-"""The files of a checkpoint, with the storage interfaces of torch.distributed.checkpoint.
+"""The files of a checkpoint, through the storage interfaces of torch.distributed.checkpoint.
 
-One file per rank, each item as `torch.save` writes it. Every item's checksum is computed while it is written and
-compared with what is read back from the disk.
+There is one file per rank, with each item as `torch.save` writes it. Every item's checksum is computed during writing
+and compared with the bytes read back from the disk.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardproof.checkpoint.manifest import Manifest, Piece
 from shardproof.checkpoint.saving import Channel
 from shardproof.errors import CheckpointError
 
-READ = 1 << 20  # bytes that are read back at a time
+READ = 1 << 20  # bytes to read back at a time
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -45,14 +45,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Writer(FileSystemWriter):
-    """Writes this rank's file and reads it back; on rank 0, makes the checkpoint complete.
+    """Writes this rank's file and reads it back; on rank 0, completes the checkpoint.
 
     Args:
-        aside: the folder as rank 0 has it; others know its path only.
-        manifest: what rank 0 knows before anything is written.
-        files: small ones, by name, that rank 0 writes. In here, for what is raised between the collectives of
-            torch.distributed.checkpoint ends the save on all ranks, and leaves no other waiting.
-        posts: of rank 0 to the ranks that do not see the folder, and of these to rank 0.
+        aside: the folder, on rank 0; its path on the others.
+        manifest: the part of the manifest that rank 0 knows before anything is written.
+        files: small files, by name, for rank 0 to write. They are written here because an error raised between the
+            collectives of torch.distributed.checkpoint ends the save on all ranks and leaves none waiting.
+        posts: rank 0's posts to the ranks that cannot see the folder, and theirs to rank 0.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Writer(FileSystemWriter):
         self.files, self.posts = dict(files or {}), dict(posts or {})
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan if 0 in self.posts else super().prepare_local_plan(plan)  # which makes the folder
+        return plan if 0 in self.posts else super().prepare_local_plan(plan)  # which creates the folder
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0.distcp"
@@ -82,7 +82,7 @@ class Writer(FileSystemWriter):
                     results = self._write_items(file, name, plan, planner)
                     _flush(file)
                 self._read_back(name, [result.storage_data for result in results])
-            finally:  # those who send must not wait for ever
+            finally:  # the senders must not wait forever
                 problems = [self._receive(f"__{rank}_0.distcp", post) for rank, post in self.posts.items()]
             for problem in filter(None, problems):
                 raise problem
@@ -95,7 +95,7 @@ class Writer(FileSystemWriter):
         return [WriteResult(item.index, piece.size, piece) for item, piece in pieces]
 
     def _send(self, name: str, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """What this rank would write, to rank 0."""
+        """Send what this rank would write to rank 0."""
         try:
             with io.BufferedWriter(Sent(self.posts[0]), WINDOW) as file:
                 return self._write_items(file, name, plan, planner)  # type: ignore[arg-type]  # it is a file in all that matters
@@ -103,7 +103,8 @@ class Writer(FileSystemWriter):
             self.posts[0].end()
 
     def _receive(self, name: str, post: Post) -> Exception | None:
-        """Write what another rank sends, and read it back. Returns what went wrong: the rank is heard to its end."""
+        """Write what another rank sends, and read it back. Returns an error instead of raising it: everything the rank
+        sends has to be received."""
         problem: Exception | None = None
         pieces: list[Piece] = []
         with contextlib.ExitStack() as stack:
@@ -127,10 +128,10 @@ class Writer(FileSystemWriter):
         return problem
 
     def _write_item(self, file: IO[bytes], name: str, data: Any) -> Piece:
-        """Nothing of it is left when the next one is made."""
+        """Write one item, releasing its memory before the next."""
         at, sink = file.tell(), _Sink(file)
         if isinstance(data, torch.Tensor):
-            # torch.save writes the whole storage that a tensor lies in.
+            # torch.save writes the whole storage of a tensor.
             shared = data.is_cpu and data.untyped_storage().nbytes() != data.nbytes
             torch.save(data.detach().to("cpu", copy=shared), sink)  # type: ignore[arg-type]  # it needs no more of a file
         else:
@@ -144,12 +145,12 @@ class Writer(FileSystemWriter):
             for piece in pieces:
                 if _checksum(file, piece.size) != piece.crc32:
                     raise CheckpointError(
-                        f"{self.folder / name} reads otherwise than it was written, at byte {piece.at:,}: the disk or "
+                        f"{self.folder / name} differs from what was written, at byte {piece.at:,}: the disk or "
                         "the memory is faulty."
                     )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all ranks have written."""
+        """Called on rank 0 when all ranks have written."""
         if self.aside is None or self.manifest is None:
             raise CheckpointError("Only rank 0 can finish a checkpoint.")
         where: dict[MetadataIndex, Piece] = {r.index: r.storage_data for part in results for r in part}
@@ -164,7 +165,7 @@ class Writer(FileSystemWriter):
                 ]
         for name, tensor in self.manifest.tensors.items():
             if sum(count for _, count, _ in tensor.chunks) != torch.Size(tensor.shape).numel():
-                raise CheckpointError(f"'{name}' is not there in full: the ranks hold different parts than they say.")
+                raise CheckpointError(f"'{name}' is incomplete: the ranks hold other parts than they announced.")
         for piece in where.values():
             self.manifest.files[piece.file] = (self.folder / piece.file).stat().st_size
         plain = [
@@ -180,10 +181,10 @@ class Writer(FileSystemWriter):
 
 
 class _Sink:
-    """What torch.save writes to: a file, with the checksum of what went into it.
+    """A file for torch.save to write to, which computes the checksum.
 
     Attributes:
-        error: why nothing more was written. It is not raised out of torch's C++, which could not clean up behind it.
+        error: why writing stopped. It is not raised through torch's C++ code, which could not clean up after it.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -202,18 +203,18 @@ class _Sink:
         self.crc32 = zlib.crc32(data, self.crc32)
 
     def flush(self) -> None:
-        """Nothing: more is to come."""
+        """Nothing to do: more is to come."""
 
 
 def _flush(file: IO[bytes]) -> None:
-    """To the disk, and so that what is read back comes from there, where the system allows it."""
+    """Flush to disk, and drop the file from the page cache if possible, so that it is read back from the disk."""
     file.flush()
     os.fsync(file.fileno())
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _checksum(file: IO[bytes], size: int) -> int:
-    """Of the next bytes of a file, as far as there are any."""
+    """The checksum of the next `size` bytes of a file, or of as many as there are."""
     found = 0
     while size > 0 and (data := file.read(min(size, READ))):
         found, size = zlib.crc32(data, found), size - len(data)
@@ -221,11 +222,11 @@ def _checksum(file: IO[bytes], size: int) -> int:
 
 
 class Reader(FileSystemReader):
-    """Reads what a manifest describes, and compares every item's checksum.
+    """Reads what a manifest describes, and verifies every item's checksum.
 
     Args:
-        posts: of rank 0 to the ranks that do not see the folder, and of these to rank 0.
-        values: what is no tensor, of a rank that does not see the folder.
+        posts: rank 0's posts to the ranks that cannot see the folder, and theirs to rank 0.
+        values: on a rank that cannot see the folder, everything but tensors.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class Reader(FileSystemReader):
         return Metadata(tensors, storage_data=pieces, storage_meta=StorageMeta(load_id=self.load_id))  # type: ignore[arg-type]
 
     def value(self, name: str) -> bytes:
-        """What is no tensor."""
+        """A value that is not a tensor."""
         piece = self.manifest.values[name]
         data = self._read(piece) if self._values is None else self._values.get(name, b"")
         return self._checked(data, piece, name)
@@ -275,7 +276,7 @@ class Reader(FileSystemReader):
             return file.read(piece.size)
 
     def _serve(self, post: Post) -> None:
-        """Read for another rank until it has all; what cannot be read is nothing to it, and so is damaged."""
+        """Read for another rank until it has everything. Items that cannot be read are sent empty: damaged."""
         while (packet := post.receive())[0] != END:
             number, at, size, _ = packet
             try:
@@ -292,7 +293,7 @@ class Reader(FileSystemReader):
         try:
             for _, items in groupby(sorted(plan.items, key=place), key=place):
                 self._read_items(list(items), planner)
-        finally:  # those who ask must not wait for ever
+        finally:  # the ranks that ask must not wait forever
             for rank, post in self.posts.items():
                 post.end() if rank == 0 else self._serve(post)
         done: Future[None] = Future()
@@ -300,7 +301,7 @@ class Reader(FileSystemReader):
         return done
 
     def _read_items(self, requests: list[Any], planner: LoadPlanner) -> None:
-        """What is wanted of one item of a file; nothing of it is left when the next one is read."""
+        """Read the requested parts of each item, releasing its memory before the next."""
         index = requests[0].storage_index
         data = self._wanted(self.storage_data[index], index.fqn)
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -311,11 +312,11 @@ class Reader(FileSystemReader):
 
 
 def open_for_all(channel: Channel, path: str | os.PathLike[str]) -> Reader:
-    """Read the checkpoint that is at `path` on rank 0, also where a rank on another machine sees none there, or another
+    """A reader for the checkpoint at `path` on rank 0, even if a rank on another machine sees none there, or another
     one. Collective.
 
     Raises:
-        CheckpointError: on all ranks: no complete checkpoint, or ranks of one machine name different ones.
+        CheckpointError: on all ranks: there is no complete checkpoint, or ranks on one machine name different ones.
     """
     opened: list[tuple[Path, Manifest]] = []
     problem = ""
@@ -329,7 +330,7 @@ def open_for_all(channel: Channel, path: str | os.PathLike[str]) -> Reader:
         raise CheckpointError(said)
     if blind and not channel.several_machines:
         other, told = seen[blind[0]]
-        apart = f"Rank 0 is to load {said}, and rank {blind[0]} {told}. Name the same checkpoint on all ranks."
+        apart = f"Rank 0 loads {said}, and rank {blind[0]} {told}. Name the same checkpoint on all ranks."
         raise CheckpointError(told if other is None else apart)
     if not blind:
         return Reader(*opened[0])
@@ -344,7 +345,7 @@ def open_for_all(channel: Channel, path: str | os.PathLike[str]) -> Reader:
 
 
 def _values_for(rank: int, folder: Path, manifest: Manifest) -> dict[str, bytes]:
-    """What is no tensor, as far as a rank takes it; what cannot be read is nothing, and so is damaged."""
+    """The values other than tensors that a rank needs. Those that cannot be read are empty, which counts as damaged."""
     reader, found = Reader(folder, manifest), {}
     for name in {name.partition("@")[0] for name in manifest.values}:
         if place := manifest.place(name, rank):

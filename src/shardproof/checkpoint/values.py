@@ -1,8 +1,8 @@
-"""What is no tensor of the model: numbers, texts, random generators, the state of schedulers.
+"""Values other than the model's tensors: numbers, strings, random generators, the state of schedulers.
 
 [Note: no pickle]
-A value is written by `torch.save` and read by `torch.load(weights_only=True)`, which knows numbers, texts, lists,
-tuples, dicts, sets and tensors, and never runs code that a file brings along. What it cannot read back is refused when
+A value is written by `torch.save` and read by `torch.load(weights_only=True)`, which accepts numbers, strings, lists,
+tuples, dicts, sets and tensors, and never executes code from a file. A value that cannot be read back is refused when
 it is saved, not when it is needed.
 """
 
@@ -26,19 +26,19 @@ def to_bytes(name: str, value: Any) -> bytes:
     try:
         torch.save(_plain(value), buffer)
         from_bytes(buffer.getvalue())
-    except Exception as error:  # pickle raises whatever the value raises
-        read = isinstance(error, pickle.UnpicklingError)  # torch's words about what it would not read are for readers
+    except Exception as error:  # pickle passes on whatever the value raises
+        read = isinstance(error, pickle.UnpicklingError)  # torch's message is about reading files
         reason = "" if read else " " + str(error).strip().partition("\n")[0]
         raise CheckpointError(
-            f"'{name}' ({type(value).__name__}) cannot be saved: a checkpoint holds numbers, texts, tensors, and lists,"
-            " tuples, sets and dicts of them, or objects whose state_dict() consists of these. Of a NumPy array save "
-            f"torch.as_tensor(array), of a path str(path).{reason}"
+            f"'{name}' ({type(value).__name__}) cannot be saved: a checkpoint holds numbers, strings, tensors, and "
+            "lists, tuples, sets and dicts of them, or objects whose state_dict() consists of these. For a NumPy array "
+            f"save torch.as_tensor(array), for a path str(path).{reason}"
         ) from error
     return buffer.getvalue()
 
 
 def _plain(value: Any) -> Any:
-    """The numbers of Python for those of NumPy, such as the mean of a list of losses."""
+    """Python numbers for NumPy ones, such as the mean of a list of losses."""
     if type(value) is dict:
         return {_plain(key): _plain(one) for key, one in value.items()}
     if type(value) in (list, tuple, set):
@@ -52,7 +52,7 @@ def from_bytes(data: bytes) -> Any:
 
 
 def random_state() -> dict[str, Any]:
-    """The generators of this process: torch's, the accelerator's, Python's and NumPy's."""
+    """The random states of this process: torch's, the accelerator's, Python's and NumPy's."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.accelerator.is_available():
         device = torch.get_device_module(torch.accelerator.current_accelerator())
@@ -65,8 +65,8 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], stranger: int | None = None) -> None:
-    """Go on from `state`. A rank that was not there when it was saved passes its number as `stranger`: it takes a
-    stream of its own, derived from `state`."""
+    """Continue from `state`. A rank that did not exist when it was saved passes its number as `stranger`, and gets its
+    own stream, derived from `state`."""
     if stranger is not None:
         seed = zlib.crc32(state["torch"].numpy().tobytes(), stranger)
         torch.manual_seed(seed)

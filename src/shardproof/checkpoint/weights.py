@@ -1,7 +1,7 @@
-"""Whole weights in sharded safetensors files, written by all ranks: each writes its ranges, and nothing is gathered.
+"""Full weights in safetensors files, written by all ranks: each writes its ranges, and nothing is gathered.
 
-In a safetensors file a tensor is a run of bytes at a place that the header says. A rank holds a range of each flattened
-parameter, and so a range of these bytes: it writes them where they belong.
+In a safetensors file, a tensor is a range of bytes at an offset given in the header. A rank holds a range of each
+flattened parameter, and so a range of these bytes, which it writes at their place.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NAMES = {
 
 @dataclass
 class _File:
-    """One file: its header, and where in it each tensor begins, in which dtype."""
+    """One file: its header, and the offset and dtype of each tensor."""
 
     name: str
     header: bytes
@@ -53,28 +53,28 @@ class _File:
 
 
 def can_write(dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether safetensors knows all of these."""
+    """Whether safetensors supports all of these."""
     return all(dtype in _NAMES for dtype in dtypes)
 
 
 def write_weights(
     channel: Channel, folder: Path, parts: list[Part], max_bytes: int, dtype: torch.dtype | None = None
 ) -> None:
-    """Write `model.safetensors`, or several `model-I-of-N.safetensors` with an index, into a folder, in place of those
+    """Write `model.safetensors`, or several `model-I-of-N.safetensors` with an index, into a folder, replacing those
     that are there.
 
     Args:
-        folder: that of rank 0 counts.
-        parts: what this rank holds of each tensor, under the names of the files; in one order on all ranks.
-        max_bytes: split into files of at most so much, but for a tensor that is larger.
-        dtype: what floating-point numbers are written in; None writes them as they are.
+        folder: the path given on rank 0 counts.
+        parts: this rank's parts of each tensor, under their names in the files, in the same order on all ranks.
+        max_bytes: the largest size of a file, unless a single tensor is larger.
+        dtype: the dtype to write floating-point numbers in; None keeps theirs.
 
     Raises:
         CheckpointError: on all ranks, if one cannot write.
     """
     dtypes = {part.name: dtype if dtype and part.local.is_floating_point() else part.local.dtype for part in parts}
     files = _plan(parts, dtypes, max_bytes)
-    folder = Path(channel.everyone(os.path.abspath(folder))[0])  # ranks may have been begun in different folders
+    folder = Path(channel.everyone(os.path.abspath(folder))[0])  # ranks may have been started in different folders
     channel.agree(lambda: _make(folder, files, parts) if channel.rank == 0 else None)
     posts = channel.posts(channel.blind(folder))
     mine = {part.name: part for part in to_write(parts, channel.rank, channel.size)}
@@ -117,7 +117,7 @@ def _layout(name: str, parts: list[Part], all_dtypes: dict[str, torch.dtype]) ->
 
 def _make(folder: Path, files: list[_File], parts: list[Part]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.iterdir():  # split otherwise, and read in place of these
+    for old in folder.iterdir():  # left by another split; they would be read instead
         if _OURS.fullmatch(old.name):
             old.unlink()
     for file in files:
@@ -131,7 +131,7 @@ def _make(folder: Path, files: list[_File], parts: list[Part]) -> None:
         (folder / INDEX).write_text(text, encoding="utf-8")
 
 
-Piece = tuple[int, int, memoryview]  # the number of a file, where in it, and what
+Piece = tuple[int, int, memoryview]  # the number of a file, the offset in it, and the bytes
 
 
 def _pieces(files: list[_File], mine: dict[str, Part]) -> Iterator[Piece]:
@@ -146,7 +146,7 @@ def _pieces(files: list[_File], mine: dict[str, Part]) -> Iterator[Piece]:
 
 
 def _send(post: Post, files: list[_File], mine: dict[str, Part]) -> None:
-    """What this rank would write, to rank 0."""
+    """Send what this rank would write to rank 0."""
     try:
         for number, at, data in _pieces(files, mine):
             post.send(number, at, data=data)
@@ -160,14 +160,14 @@ def _sent(post: Post) -> Iterator[Piece]:
 
 
 def _fill(folder: Path, files: list[_File], mine: dict[str, Part], posts: Collection[Post] = ()) -> None:
-    """Write what this rank holds, and what others send."""
+    """Write this rank's parts, and those that others send."""
     problems = []
     for pieces in (_pieces(files, mine), *map(_sent, posts)):
         try:
             _write(folder, files, pieces)
         except (OSError, CheckpointError) as error:
             problems.append(error)
-            for _ in pieces:  # who sends must not wait for ever
+            for _ in pieces:  # the senders must not wait forever
                 pass
     for problem in problems:
         raise problem
@@ -189,7 +189,7 @@ def _write(folder: Path, files: list[_File], pieces: Iterable[Piece]) -> None:
             for at, size, crc32 in sums[number]:
                 if zlib.crc32(_read(out.fileno(), at, size)) != crc32:
                     name = folder / files[number].name
-                    raise CheckpointError(f"{name} reads otherwise than it was written, at byte {at:,}.")
+                    raise CheckpointError(f"{name} differs from what was written, at byte {at:,}.")
 
 
 def _read(descriptor: int, at: int, size: int) -> bytes:

@@ -1,1 +1,1 @@
-"""Models that shardproof can make by itself, and what it needs to know about model families."""
+"""Models that shardproof can build itself, and what it needs to know about model families."""

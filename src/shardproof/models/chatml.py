@@ -1,12 +1,12 @@
-"""The ChatML template: the form of a conversation for models that bring none of their own."""
+"""The ChatML template: the format of conversations for models without their own."""
 
 from __future__ import annotations
 
-# The tokens that open and close a turn. A tokenizer that uses this template should know both as special tokens.
+# The tokens that open and close a turn. A tokenizer that uses this template should have both as special tokens.
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 
-# `{% generation %}` marks what the model is to say itself: the answer and the token that ends it.
+# `{% generation %}` marks what the model itself is to write: the answer and the token that ends it.
 CHATML = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}

@@ -1,4 +1,4 @@
-"""Activation checkpointing by its name in either release: transformers 5.24 has a new name, and 6 drops the old one."""
+"""Activation checkpointing under either name: transformers 5.24 has a new one, and 6 drops the old one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ OLD, NEW = "gradient_checkpointing", "activation_checkpointing"
 
 
 def checkpointing_name(model: Any) -> str:
-    """What the methods and arguments of this model begin with."""
+    """The prefix of this model's methods and arguments for checkpointing."""
     return NEW if hasattr(model, f"{NEW}_enable") else OLD
 
 
 def enable_checkpointing(model: Any, reentrant: bool) -> None:
-    """Have the layers of a model of transformers compute their activations again in backward."""
+    """Make the layers of a transformers model recompute their activations in backward."""
     name = checkpointing_name(model)
     getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": reentrant}})
 

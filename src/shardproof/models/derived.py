@@ -1,4 +1,4 @@
-"""Classes derived from ones of transformers, of the same name: what is saved is what transformers would save itself."""
+"""Classes derived from transformers' classes, with the same names, so that saved files are what transformers saves."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 
 
 def derived(derive: Callable[[Any], Any], cls: Any, own: Mapping[str, Any]) -> Any:
-    """The class of the name of `cls`, derived from it, with these attributes of its own.
+    """A class derived from `cls`, with the same name and the attributes `own`.
 
     Args:
-        derive: a function of a module that makes it of `cls`, cached: other processes, to which objects are sent, make
-            it again.
+        derive: a cached module-level function that makes it from `cls`: processes that receive an object call it again.
     """
 
     def reduce(self: Any) -> Any:
@@ -21,7 +20,7 @@ def derived(derive: Callable[[Any], Any], cls: Any, own: Mapping[str, Any]) -> A
 
 
 def _restored(derive: Callable[[Any], Any], cls: Any, state: dict[str, Any]) -> Any:
-    """An object that was sent to another process."""
+    """Restore an object that was sent to another process."""
     made = object.__new__(derive(cls))
     made.__dict__.update(state)
     return made

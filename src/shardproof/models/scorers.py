@@ -1,9 +1,8 @@
-"""Models with a head for scores: classifiers, rerankers, what rewards, and what values tokens.
+"""Models with a head for scores: classifiers, rerankers, reward models, and value models.
 
-[Note: heads of models that take files] transformers has classes for sequence classification of nearly all models of
-text, and of few that see or hear. For the others one is made here, by the names of transformers: the model as it is
-trained and saved elsewhere, whose forward is that of its backbone, and `score`, a linear layer on the last token, or
-on each.
+[Note: heads of models that take files] transformers has sequence classification classes for nearly all text models, but
+for few that take images or audio. For the others, one is made here with transformers' names: the model as it is trained
+and saved elsewhere, whose forward is that of its backbone, and `score`, a linear layer on the last token, or on each.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from typing import Any
 from shardproof.models.loading.classes import check_one_backbone, check_speaks, class_of, load_pretrained, with_values
 from shardproof.models.loading.processors import processor_class, said_by
 
-HEADED = "ForSequenceClassification"  # how the names of such classes end
-HEADS = ("score.", "classifier.", "classification_head.")  # how transformers names the head
+HEADED = "ForSequenceClassification"  # the suffix of such classes
+HEADS = ("score.", "classifier.", "classification_head.")  # names of the head in transformers
 SCORER, VALUER = f"AutoModel{HEADED}", "AutoModelForTokenClassification"
 OF_CONFIG = ("num_labels", "id2label", "label2id", "problem_type", "pad_token_id")
 
@@ -31,15 +30,15 @@ def load_scorer(
     enable_audio_output: bool | None = None,
     **options: Any,
 ) -> Any:
-    """The model in a folder or on the hub with a head for scores, new where the folder has none.
+    """Load the model from a folder or the hub with a head for scores, which is new if the folder has none.
 
     Args:
-        kind: `SCORER`: of each row; `VALUER`: of each token.
-        how, enable_audio_output: as for `load_pretrained`, which says what is raised, too.
-        options: for `from_pretrained`. Those of `OF_CONFIG` are set in the model's config.
+        kind: `SCORER` for a score per row; `VALUER` for one per token.
+        how, enable_audio_output: as for `load_pretrained`, which also says what is raised.
+        options: for `from_pretrained`. Those in `OF_CONFIG` are set in the model's config.
 
     Raises:
-        ConfigError: it has no backbone that takes what the model does.
+        ConfigError: it has no backbone that takes the same inputs as the model.
     """
     import transformers
 
@@ -69,7 +68,7 @@ def load_scorer(
 
 
 def made_here(folder: str | Path) -> str:
-    """The class of a model in a folder that only `load_scorer` knows; empty where transformers has it."""
+    """The class of a model in a folder if only `load_scorer` has it; empty if transformers has it."""
     import transformers
 
     said = said_by(str(folder), "config.json")
@@ -78,8 +77,7 @@ def made_here(folder: str | Path) -> str:
 
 
 def last_places(mask: Any) -> Any:
-    """Of an attention mask (rows, length), whose padding may stand on either side, where the last token of each row
-    is."""
+    """The index of the last token of each row in an attention mask (rows, length) padded on either side."""
     return mask.shape[1] - 1 - mask.flip(1).argmax(1)
 
 
@@ -93,10 +91,10 @@ def _with_head(cls: Any, kind: str) -> Any:
     def init(self: Any, config: Any, *args: Any, **options: Any) -> None:
         cls.__init__(self, config, *args, **options)
         width = self.base_model.config.get_text_config().hidden_size
-        self.score = torch.nn.Linear(width, config.num_labels, bias=kind == VALUER)  # as transformers' own have it
+        self.score = torch.nn.Linear(width, config.num_labels, bias=kind == VALUER)  # as in transformers
 
     def forward(self: Any, input_ids: Any = None, attention_mask: Any = None, **inputs: Any) -> Any:
-        """Logits of shape (rows, labels), of the last token that is no padding; or (rows, tokens, labels)."""
+        """Logits of shape (rows, labels), of the last token that is not padding; or (rows, tokens, labels)."""
         hidden = self.base_model(input_ids=input_ids, attention_mask=attention_mask, **inputs).last_hidden_state
         if kind == SCORER:
             last = -1 if attention_mask is None else last_places(attention_mask)
@@ -104,7 +102,7 @@ def _with_head(cls: Any, kind: str) -> Any:
         return SequenceClassifierOutputWithPast(logits=self.score(hidden))
 
     name = re.sub(r"For[A-Z]\w*$", "", cls.__name__) + kind.removeprefix("AutoModel")
-    # What weights in files are called, which transformers looks up by the name of the class.
+    # The names of weights in files, which transformers looks up by the class name.
     if (renamed := conversion_mapping.get_checkpoint_conversion_mapping(cls.__name__)) is not None:
         conversion_mapping.register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
     return type(name, (cls,), {"__init__": init, "forward": forward, "__module__": cls.__module__})

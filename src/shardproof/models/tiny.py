@@ -1,4 +1,4 @@
-"""`--model tiny`: a small Qwen3 with a tokenizer of its own, made on the spot, without a download."""
+"""`--model tiny`: a small Qwen3 with its own tokenizer, built on the spot, without a download."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def build_tiny(folder: Path, texts: Iterable[str], *, seed: int = 0) -> Path:
     """Write a small Qwen3 with random weights and a byte-level BPE tokenizer trained on `texts`.
 
     Args:
-        folder: where the model goes, made if need be: an ordinary Hugging Face folder, with a ChatML template.
-        texts: what the tokenizer is trained on. Every text can be encoded afterwards, also with none given here.
-        seed: of the initial weights. The global random state is left as it was.
+        folder: where to write the model, created if necessary: an ordinary Hugging Face folder, with a ChatML template.
+        texts: texts to train the tokenizer on. Any text can be encoded afterwards, even with none given here.
+        seed: for the initial weights. The global random state is unchanged.
 
     Returns:
         `folder`. The same texts and seed give the same files.
@@ -37,7 +37,7 @@ def build_tiny(folder: Path, texts: Iterable[str], *, seed: int = 0) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"The folder {folder} for the tiny model cannot be made: {error.strerror}.") from error
+        raise ConfigError(f"The folder {folder} for the tiny model cannot be created: {error.strerror}.") from error
     tokenizer = train_tokenizer(texts)
     tokenizer.save_pretrained(folder)
     _make_model(tokenizer, seed, folder)
@@ -71,7 +71,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def tiny_config(**more: Any) -> Qwen3Config:
-    """The shape of the tiny model."""
+    """The config of the tiny model."""
     from transformers import Qwen3Config
 
     return Qwen3Config(

@@ -1,4 +1,4 @@
-"""Small models that see and hear, with processor and tokenizer, made on the spot: a Qwen2.5-Omni, a Qwen2.5-VL and a
+"""Small multimodal models with processor and tokenizer, built on the spot: a Qwen2.5-Omni, a Qwen2.5-VL and a
 MiniCPM-V."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from shardproof.models.tiny import CONTEXT, PAD, train_tokenizer
 
 OMNI, QWEN_VL, MINICPM_V = "qwen2_5_omni", "qwen2_5_vl", "minicpmv4_6"
 
-# ChatML whose turns are texts, or lists of parts: {parts} says how each kind of file is marked.
+# ChatML whose turns are texts or lists of parts: {parts} writes the mark of each kind of file.
 _TEMPLATE = """\
 {{%- for message in messages %}}
     {{{{- '<|im_start|>' + message['role'] + '\\n' }}}}
@@ -74,11 +74,11 @@ _QWEN_VISION = {
 def build_tiny_omni(folder: Path, texts: Iterable[str], *, seed: int = 0, talker: bool = True) -> Path:
     """Write a small Qwen2.5-Omni with random weights, its processor, and a tokenizer trained on `texts`.
 
-    It takes pictures from 16 x 16 pixels on (a token for each 8 x 8), and sounds of up to 4 seconds.
+    It takes images of at least 16 x 16 pixels (a token for each 8 x 8), and audio of up to 4 seconds.
 
     Args:
-        folder: where the model goes: an ordinary Hugging Face folder.
-        talker: with the modules that speak.
+        folder: where to write the model: an ordinary Hugging Face folder.
+        talker: include the modules that speak.
 
     Returns: `folder`. The same texts and seed give the same files.
     """
@@ -108,10 +108,10 @@ def build_tiny_omni(folder: Path, texts: Iterable[str], *, seed: int = 0, talker
 def build_tiny_qwen_vl(folder: Path, texts: Iterable[str], *, seed: int = 0) -> Path:
     """Write a small Qwen2.5-VL with random weights, its processor, and a tokenizer trained on `texts`.
 
-    It takes pictures from 16 x 16 pixels on (a token for each 8 x 8).
+    It takes images of at least 16 x 16 pixels (a token for each 8 x 8).
 
     Args:
-        folder: where the model goes: an ordinary Hugging Face folder.
+        folder: where to write the model: an ordinary Hugging Face folder.
 
     Returns: `folder`. The same texts and seed give the same files.
     """
@@ -138,10 +138,10 @@ def build_tiny_qwen_vl(folder: Path, texts: Iterable[str], *, seed: int = 0) -> 
 def build_tiny_minicpm_v(folder: Path, texts: Iterable[str], *, seed: int = 0) -> Path:
     """Write a small MiniCPM-V 4.6 with random weights, its processor, and a tokenizer trained on `texts`.
 
-    It sees pictures at 32 x 32 pixels, in four tokens.
+    It resizes images to 32 x 32 pixels, which become four tokens.
 
     Args:
-        folder: where the model goes: an ordinary Hugging Face folder.
+        folder: where to write the model: an ordinary Hugging Face folder.
 
     Returns: `folder`. The same texts and seed give the same files.
     """
@@ -197,7 +197,7 @@ def media_tokenizer(texts: Iterable[str], tokens: dict[str, str], marks: dict[st
 
 
 def image_processor(name: str, **options: Any) -> Any:
-    """An image processor of transformers: with torchvision, or else the one of the same model that uses PIL."""
+    """An image processor of transformers: the one for torchvision, or else the same model's for PIL."""
     import transformers
     from transformers.utils import is_torchvision_available
 
@@ -207,10 +207,10 @@ def image_processor(name: str, **options: Any) -> Any:
 def media_processor(
     name: str, tokenizer: Any, images: Any = None, videos: str = "Qwen2VLVideoProcessor", **more: Any
 ) -> Any:
-    """A processor of transformers with these parts, and with one for videos where its class takes it.
+    """A processor of transformers with these parts, and with a video processor if its class takes one.
 
     Args:
-        name: its class; `videos`: the class of its part for videos.
+        name: its class; `videos`: the class of its video processor.
         more: its other parts and options.
     """
     import transformers
@@ -278,7 +278,7 @@ def _omni_config(tokenizer: Any) -> dict[str, Any]:
     talker = {
         **media,
         **{name: value for name, value in _language(tokenizer).items() if not name.endswith("_token_id")},
-        "vocab_size": 64,  # codes of sound, and five marks
+        "vocab_size": 64,  # audio codes, and five marks
         "embedding_size": 128,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -314,7 +314,7 @@ def _omni_config(tokenizer: Any) -> dict[str, Any]:
 
 
 def save_random(name: str, config: Any, tokenizer: Any, seed: int, folder: Path) -> None:
-    """Save a model of this class of transformers, with random weights."""
+    """Save a model of this transformers class with random weights."""
     import torch
     import transformers
 
@@ -326,7 +326,7 @@ def save_random(name: str, config: Any, tokenizer: Any, seed: int, folder: Path)
 
 
 def _save_speakers(folder: Path, tokenizer: Any, seed: int) -> None:
-    """The voices of a Qwen2.5-Omni, without which transformers does not load one."""
+    """Write the voices of a Qwen2.5-Omni, without which transformers does not load it."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

@@ -1,1 +1,1 @@
-"""Attention and recurrences over rows that are packed, without padding, or in parts."""
+"""Attention and recurrences over rows that are packed, without padding, or split into parts."""

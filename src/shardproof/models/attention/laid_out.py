@@ -1,4 +1,4 @@
-"""What a decoder is given of a padded batch, laid out for packed rows or for parts of rows, and what it returns."""
+"""A decoder's inputs and outputs for a padded batch, laid out as packed rows or as parts of rows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from torch import Tensor
 def laid_out(
     args: Any, given: dict[str, Any], rows: tuple[int, ...], places: Tensor, positions: Tensor, in_space: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """What a decoder is given of packed rows, instead of what it is given of padded ones, in `args` and by name.
+    """The arguments of a decoder (`args` and `given`) for padded rows, converted to packed rows.
 
     Args:
-        rows: how many there are, and their length.
-        places: int64, of shape (packed rows, longest): where the tokens stand if padded rows are laid end to end, -1
-            for padding.
-        positions: of these tokens: they begin anew where a row does.
+        rows: the number of padded rows, and their length.
+        places: int64, (packed rows, longest): the index of each token in the concatenated padded rows; -1 is padding.
+        positions: the positions of these tokens, which restart at each row.
         in_space: see `in_space`.
     """
     spread = given.get("position_ids")
@@ -31,18 +30,18 @@ def laid_out(
     axes: list[Tensor] = []
     if spread is not None and spread.ndim == 3:
         axes = [put(axis) for axis in spread[-3:]]
-    elif spread is None and in_space:  # rows of text, which it leaves to the decoder to number
+    elif spread is None and in_space:  # rows of text, whose positions the model leaves to the decoder
         axes = [positions] * 3
-    if axes:  # in time, height and width; before them those by which rows end
+    if axes:  # in time, height and width, preceded by those that mark the ends of rows
         packed["position_ids"] = torch.stack([positions, *axes])
     return tuple(put(value) for value in args), packed
 
 
 def change_tensors(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """What a decoder returns, with each tensor in it changed."""
+    """The output of a decoder, with `change` applied to each tensor in it."""
     if isinstance(output, Tensor):
         return change(output)
-    if isinstance(output, dict):  # as outputs of transformers are
+    if isinstance(output, dict):  # as the outputs of transformers are
         for name, value in output.items():
             output[name] = change_tensors(value, change)
         return output
@@ -50,7 +49,7 @@ def change_tensors(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _of_marked(given: dict[str, Any], places: Tensor) -> dict[str, Any]:
-    """Of what is given of marked tokens alone (what Qwen3-VL adds to those of pictures in its first layers), that of
+    """Arguments that cover only marked tokens (which Qwen3-VL adds to image tokens in its first layers), restricted to
     the tokens that are laid out."""
     marks, added = given.get("visual_pos_masks"), given.get("deepstack_visual_embeds")
     if marks is None or added is None:
@@ -61,19 +60,19 @@ def _of_marked(given: dict[str, Any], places: Tensor) -> dict[str, Any]:
 
 
 def is_per_token(value: Any, rows: tuple[int, ...]) -> bool:
-    """Whether it holds something of each token of `rows`, which are so many and so long."""
+    """Whether a value has an entry for each token of `rows` (number, length)."""
     return isinstance(value, Tensor) and tuple(value.shape[:2]) == rows
 
 
 def in_space(model: Any) -> bool:
-    """Whether the decoder takes positions in three dimensions. Given others it spreads them, and some no longer look
-    for rows in them then. What makes such positions has this name in all of transformers."""
+    """Whether the decoder takes three-dimensional positions. It expands others, and some decoders then no longer look
+    for rows in them. The function that makes such positions has the same name throughout transformers."""
     return any(hasattr(type(part), "get_rope_index") for part in model.modules())
 
 
 def put_in_places(value: Tensor, places: Tensor) -> Tensor:
-    """What there is of each token of padded rows (rows, length, ...), for packed rows (packed rows, longest, ...).
-    Their padding is zeros."""
+    """Per-token values of padded rows (rows, length, ...) for packed rows (packed rows, longest, ...), padded with
+    zeros."""
     nowhere = places.lt(0)
     found = value.flatten(0, 1)[places.clamp(min=0)]
     return found.masked_fill(nowhere.view(*nowhere.shape, *[1] * (value.ndim - 2)), 0)

@@ -1,4 +1,4 @@
-"""Masks of decoders that make them without looking at positions, so that rows packed into one see each other."""
+"""Masks of decoders that ignore positions when making them, so that packed rows would see each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ UNTOLD = ("GptOssModel",)  # of transformers
 
 
 def tell_masks_of_positions(model: Any) -> None:
-    """Have the decoder of a model make its masks of the positions that it is given, as others do by themselves."""
+    """Make a model's decoder derive its masks from the positions it is given, as other decoders do."""
     decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
     if type(decoder).__name__ in UNTOLD:
         decoder.register_forward_pre_hook(_with_masks, with_kwargs=True)
@@ -26,7 +26,7 @@ def _with_masks(decoder: Any, args: Any, inputs: dict[str, Any]) -> tuple[Any, d
         return None
     makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
     given = next((inputs[name] for name in ("inputs_embeds", "input_ids") if inputs.get(name) is not None), positions)
-    like = torch.empty((*given.shape[:2], 1), dtype=decoder.dtype, device=given.device)  # its values do not count
+    like = torch.empty((*given.shape[:2], 1), dtype=decoder.dtype, device=given.device)  # its values are not used
     told = {"config": decoder.config, "inputs_embeds": like, "attention_mask": None, "position_ids": positions}
     cache = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
     return args, inputs | {"attention_mask": {kind: make(**told, **{cache: None}) for kind, make in makers.items()}}

@@ -1,8 +1,8 @@
 """Batches without padding: `--padding-free`.
 
-Most of what a model does to a token it does to padding, too. So where a padded batch enters the decoder, its tokens are
-laid end to end, as packed rows are, and what the decoder returns is laid out in rows again. Whoever calls the model
-sees a padded batch, with zeros where padding is.
+Most of a model's computation is also done for padding. So where a padded batch enters the decoder, its tokens are
+concatenated as in packed rows, and the decoder's output is arranged in rows again. The caller of the model sees a
+padded batch, with zeros as padding.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from shardproof.models.attention.varlen import knows_ours
 from shardproof.models.forward import tried, without_adapters
 
 OPTION = "--padding-free"
-BY_DOCUMENTS = "varlen", "flash"  # attentions that cost what documents hold, by how their names begin
+BY_DOCUMENTS = "varlen", "flash"  # prefixes of attentions whose cost is that of the documents alone
 
 
 class PaddingFree:
-    """The hooks of a decoder. What writes answers, with a cache, is left as it is.
+    """The hooks of a decoder. Generation with a cache is left alone.
 
     Attributes:
-        on: whether tokens are laid end to end.
+        on: whether tokens are concatenated.
         used: how often they were.
     """
 
@@ -48,7 +48,7 @@ class PaddingFree:
         return output if entered is None else change_tensors(output, lambda value: _in_rows(value, *entered))
 
     def _found(self, args: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor, tuple[int, ...]] | None:
-        """Where tokens stand in padded rows, their positions, and the rows; None where all is to stay as it is."""
+        """Where tokens are in the padded rows, their positions, and the rows; None if nothing is to change."""
         mask, own = given.get("attention_mask"), given.get("position_ids")
         if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_meta or given.get("use_cache"):
             return None
@@ -67,7 +67,7 @@ class PaddingFree:
 
 
 def _in_rows(value: Tensor, places: Tensor, rows: tuple[int, ...]) -> Tensor:
-    """What a decoder returns of tokens that lie end to end, in rows; of experts' scores (tokens, experts), too."""
+    """A decoder's output for concatenated tokens, arranged in rows; also of experts' scores (tokens, experts)."""
     if tuple(value.shape[:2]) == (1, len(places)):
         return _spread(value[0], places, rows).unflatten(0, rows)
     return _spread(value, places, rows) if value.ndim == 2 and len(value) == len(places) else value
@@ -78,30 +78,30 @@ def _spread(tokens: Tensor, places: Tensor, rows: tuple[int, ...]) -> Tensor:
 
 
 def make_padding_free(model: Any) -> None:
-    """Have the decoder of a model compute padded batches without their padding.
+    """Make a model's decoder compute padded batches without their padding.
 
     Raises:
-        ConfigError: it has none that is known, or its attention would look at all pairs of tokens of a batch.
+        ConfigError: no decoder is found, or its attention would compare all pairs of tokens in a batch.
     """
     if not hasattr(model, "get_decoder"):
         raise ConfigError(f"{OPTION}: {type(model).__name__} has no decoder of its own. Leave {OPTION} out.")
     attention = str(getattr(model.config, "_attn_implementation", None) or "its own")
     if not attention.startswith(BY_DOCUMENTS):
         raise ConfigError(
-            f"{OPTION} lays the rows of a batch end to end, and {attention} attention of {type(model).__name__} would "
+            f"{OPTION} concatenates the rows of a batch, and {attention} attention of {type(model).__name__} would "
             f"compare all of their tokens.\n{_way_out(model)}"
         )
     decoder = model.get_decoder()
     hooks = decoder.padding_free = PaddingFree(in_space(model))
-    # Before all others: what tells layers of documents (recurrent.py) looks at packed rows.
+    # Before all others: the hook that tells layers about documents (recurrent.py) looks at packed rows.
     decoder.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
     decoder.register_forward_hook(hooks.leave, always_call=True)
 
 
 def _way_out(model: Any) -> str:
-    """What to do about an attention that compares all tokens, by what transformers has for the model."""
+    """The advice for an attention that compares all tokens, given what transformers supports for the model."""
     if not getattr(model, "_supports_flash_attn", False):
-        return f"It has no other in transformers: leave {OPTION} out."
+        return f"transformers has no other for it: leave {OPTION} out."
     ways = ["--attn varlen (on a GPU with --precision bf16 or fp16)"] if knows_ours(model) else []
     if "flash_attention_2" in (getattr(model, "_compatible_flash_implementations", None) or ["flash_attention_2"]):
         ways.append("--attn flash_attention_2")
@@ -109,13 +109,13 @@ def _way_out(model: Any) -> str:
 
 
 def check_padding_free(model: Any, ids: Tensor) -> None:
-    """See that tokens are without padding what they are with it. Collective: every rank calls it.
+    """Check that tokens get the same result without padding as with it. Collective: every rank calls it.
 
     Args:
         ids: some tokens, of shape (length,).
 
     Raises:
-        ConfigError: they are something else, or the decoder is not called as it would have to be.
+        ConfigError: the results differ, or the decoder is not called in the required way.
     """
     decoder = without_adapters(model).get_decoder()
     hooks: PaddingFree | None = getattr(decoder, "padding_free", None)
@@ -142,6 +142,6 @@ def check_padding_free(model: Any, ids: Tensor) -> None:
     most = 1e-4 if met[0].dtype == torch.float32 else 2e-2
     if float((padded - free).abs().max()) > most * float(padded.abs().max()):
         raise ConfigError(
-            f"{OPTION}: in {name} with {model.config._attn_implementation} attention, tokens of rows that are laid end "
-            f"to end are not what they are in rows by themselves.\nLeave {OPTION} out, or take another --attn."
+            f"{OPTION}: in {name} with {model.config._attn_implementation} attention, tokens of concatenated rows "
+            f"do not get the results that they get in separate rows.\nLeave {OPTION} out, or take another --attn."
         )

@@ -1,9 +1,9 @@
 """Packed rows for layers that carry a state from token to token (gated delta rule, Mamba, short convolutions).
 
-Attention is told by a mask which tokens see each other. These layers go through a row from its first token to its last,
-and transformers ends their state at a document's end by kernels of other packages only. So here they get the documents
-of packed rows as rows of their own. A layer sees documents of similar length together, so that little of what it
-computes is padding.
+A mask tells attention which tokens see each other. These layers go through a row from its first token to its last, and
+transformers resets their state at the end of a document only with the kernels of other packages. So here they get the
+documents of packed rows as separate rows. A layer gets documents of similar length together, so that little of the
+computation is padding.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# How transformers names such layers, of all families.
+# The names of such layers in all families of transformers.
 CARRIES = re.compile(r"(GatedDeltaNet|DeltaAttention|Mamba2?Mixer|MambaLayer|BambaMixer|FalconH1Mixer|ShortConv)$")
-# Those that do the same, and whose documents are not told apart here.
+# Layers that do the same, but whose documents are not separated here.
 OTHERS = re.compile(r"(LightningAttention|LinearAttention|ShortConvolution|RecurrentBlock|Rwkv\w+|(x|m|s)LSTM\w+)$")
 DOCUMENTS = "packed_documents"
-CHUNK = 64  # tokens: what these layers compute in one go is filled up to a multiple
+CHUNK = 64  # tokens: these layers pad their input to a multiple of this
 
 
 def carries_state(model: nn.Module) -> bool:
-    """Whether layers of a model carry a state from token to token, as far as their names tell."""
+    """Whether layers of a model carry a state from token to token, judging by their names."""
     return any(CARRIES.search(type(module).__name__) for module in model.modules())
 
 
 def looks_back(model: nn.Module) -> bool:
-    """Whether layers of a model pass something on from token to token beside attention, as far as their names tell."""
+    """Whether layers other than attention pass something from token to token, judging by their names."""
     return carries_state(model) or any(OTHERS.search(type(module).__name__) for module in model.modules())
 
 
 def isolate_documents(model: nn.Module) -> None:
-    """Have the layers of a model that carry a state see each document of packed rows by itself: where `position_ids`
-    begin anew and there is no mask. Whether that were all layers the first step sees (train/losses/shortcuts.py)."""
+    """Make the layers that carry a state see each document of packed rows separately: where `position_ids` restart and
+    there is no mask. The first step checks whether that covered all layers (train/losses/shortcuts.py)."""
     decoders = set()
     for name, module in list(model.named_modules()):
         if CARRIES.search(type(module).__name__):
@@ -51,11 +51,11 @@ def isolate_documents(model: nn.Module) -> None:
 
 
 def _tell_documents(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The layers get it with what else a decoder is given."""
+    """A pre-hook: layers get the documents along with the decoder's other arguments."""
     positions = kwargs.get("position_ids")
     if positions is None or kwargs.get("attention_mask") is not None or positions.is_meta:
         return None
-    if positions.dim() == 3 and len(positions) == 4:  # before those in time and space
+    if positions.dim() == 3 and len(positions) == 4:  # preceding those in time and space
         positions = positions[0]
     found = Documents.of(positions) if positions.dim() == 2 else None
     return None if found is None else (args, {**kwargs, DOCUMENTS: found})
@@ -63,7 +63,7 @@ def _tell_documents(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> An
 
 @functools.cache
 def _by_documents(kind: Any) -> Any:
-    """A class of the same name, whose forward computes the documents that it is told of."""
+    """A class of the same name whose forward computes each document it is given separately."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, packed_documents: Any = None, **kwargs: Any) -> Any:
         if packed_documents is None:
@@ -75,12 +75,12 @@ def _by_documents(kind: Any) -> Any:
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents lie in packed rows.
+    """Where documents are in packed rows.
 
     Attributes:
-        groups: for documents of similar length, int64 of shape (documents, tokens): the places of their tokens if rows
-            are laid end to end; behind a document's end, that of its last token.
-        back: int64, for each place, where it is in all groups one after another.
+        groups: for each group of documents of similar length, int64 of shape (documents, tokens): the indices of their
+            tokens in the concatenated rows; past the end of a document, the index of its last token.
+        back: int64, for each index, its place in the concatenation of all groups.
     """
 
     groups: list[Tensor]
@@ -88,7 +88,7 @@ class Documents:
 
     @classmethod
     def of(cls, positions: Tensor) -> Documents | None:
-        """Of `position_ids` of shape (rows, length); None if each row is a document."""
+        """From `position_ids` of shape (rows, length); None if each row is a single document."""
         here = positions.cpu()
         begins = torch.ones(here.shape, dtype=torch.bool)
         begins[:, 1:] = here[:, 1:] != here[:, :-1] + 1
@@ -110,8 +110,8 @@ class Documents:
         return cls(groups, back.to(positions.device))
 
     def each(self, layer: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        """What `layer` makes of each document, of shape (rows, length, width) as `hidden`. What stands behind a
-        document's end is no part of it, and comes after all that is."""
+        """Apply `layer` to each document; the shape is that of `hidden`, (rows, length, width). The filling past the
+        end of a document comes after its tokens, and is dropped."""
         flat = hidden.flatten(0, 1)
         found = torch.cat([layer(flat[places]).flatten(0, 1) for places in self.groups])
         return found[self.back].view(*hidden.shape[:2], -1)

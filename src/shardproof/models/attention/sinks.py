@@ -1,10 +1,9 @@
-"""Attention with sinks (gpt-oss): each head has a score that takes part in every softmax, and stands for no token.
+"""Attention with sinks (gpt-oss): each head has a score that takes part in every softmax but belongs to no token.
 
-[Note: a sink without a kernel that knows it]
-A sink makes the sum that a softmax divides by larger, and does nothing else. So what a flash kernel gives without it,
-times `exp(lse - lse_with_sink)`, is the result with it. The kernel's backward makes probabilities of scores and `lse`,
-and takes from each gradient what its row adds up to, the sum of `out * grad_out`. Given the result and the `lse` with
-the sink, what it computes is the gradient with the sink.
+[Note: a sink without a kernel that supports it] A sink only increases the sum that a softmax divides by. So the output
+of a flash kernel without it, times `exp(lse - lse_with_sink)`, is the output with it. The kernel's backward computes
+probabilities from scores and `lse`, and subtracts from each gradient the sum of `out * grad_out` over its row. Given
+the output and the `lse` with the sink, it computes the gradient with the sink.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ def has_sinks(model: Any) -> bool:
 
 
 class FlashWithSink(torch.autograd.Function):
-    """Causal attention in documents that lie end to end.
+    """Causal attention within concatenated documents.
 
     Args:
-        query, key, value: (tokens, heads, width), as the kernel takes them.
+        query, key, value: (tokens, heads, width), as for the kernel.
         sinks: (heads,).
     """
 
@@ -53,8 +52,8 @@ class FlashWithSink(torch.autograd.Function):
 
 
 class _Kernel:
-    """A flash kernel. `forward` gives the result, (tokens, heads, width), and `lse`, (heads, tokens) in fp32;
-    `backward` is given the gradient, all that `forward` was given, and all that it gave."""
+    """A flash kernel. `forward` returns the result, (tokens, heads, width), and `lse`, (heads, tokens) in fp32;
+    `backward` takes the gradient, and all inputs and outputs of `forward`."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
@@ -64,7 +63,7 @@ class _Kernel:
 
 
 class _OnCuda(_Kernel):
-    """That of `torch.nn.attention.varlen`; of keys, heads may be fewer."""
+    """The kernel of `torch.nn.attention.varlen`; keys may have fewer heads."""
 
     def __init__(self, begins: Tensor, longest: int, scale: float, window: int | None) -> None:
         self.where = begins, begins, longest, longest, 0.0, window is None
@@ -84,7 +83,7 @@ class _OnCuda(_Kernel):
 
 
 class _OnCpu(_Kernel):
-    """That of torch's attention, one document after the other."""
+    """The kernel of torch's attention, document by document."""
 
     def __init__(self, begins: Sequence[int], scale: float, window: int | None) -> None:
         self.documents, self.scale, self.window = [slice(*ends) for ends in pairwise(begins)], scale, window
@@ -115,12 +114,12 @@ class _OnCpu(_Kernel):
 
 
 def _alone(document: Tensor) -> Tensor:
-    """A row of one: (tokens, heads, width) to (1, heads, tokens, width)."""
+    """A batch of one: (tokens, heads, width) to (1, heads, tokens, width)."""
     return document.transpose(0, 1)[None]
 
 
 def near(length: int, window: int | None, like: Tensor) -> Tensor | None:
-    """What is added to the scores of a document whose tokens see a window; None if it has all of them in it."""
+    """The mask to add to the scores of a document whose tokens see a window; None if the window covers it."""
     if window is None or window >= length:
         return None
     seen = torch.ones(length, length, dtype=torch.bool, device=like.device).tril().triu(1 - window)
@@ -139,10 +138,11 @@ def attend(
     window: int | None,
     kernel: bool,
 ) -> Tensor:
-    """As `_attend` in varlen.py, of shape (tokens, heads, head dimension of `value`), as all three are.
+    """As `_attend` in varlen.py; the result has shape (tokens, heads, head dimension of `value`), like all three
+    inputs.
 
     Args:
-        kernel: whether torch has one here that takes documents.
+        kernel: whether torch has a kernel for documents here.
     """
     if kernel:
         return FlashWithSink.apply(query, key, value, sinks, _OnCuda(begins, longest, scale, window))  # type: ignore[no-any-return]
@@ -160,11 +160,11 @@ def attend(
 def dense(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None, dropout: float, scale: float
 ) -> Tensor:
-    """The same of all pairs of tokens.
+    """The same over all pairs of tokens.
 
     Args:
-        query, key, value: (rows, heads, length, width); of the last two, heads may be fewer.
-        mask: bool, what is seen; or what is added to scores. None: queries are the last tokens, and see no later ones.
+        query, key, value: (rows, heads, length, width); the last two may have fewer heads.
+        mask: bool (True is visible), or a mask to add to scores. None: queries are the last tokens, and causal.
 
     Returns: (rows, heads, length, head dimension of `value`).
     """

@@ -1,8 +1,8 @@
-"""Attention that costs what rows hold, where several documents share a row or rows are padded: `--attn varlen`.
+"""Attention whose cost is that of the documents, where several share a row or rows are padded: `--attn varlen`.
 
-transformers gives torch's attention (sdpa) a mask of all pairs of tokens for such rows, and no flash kernel takes one.
-Here the mask says where documents begin, and the flash attention that comes with torch for sequences of various lengths
-(`torch.nn.attention.varlen`) reads that. No package has to be installed. What documents cannot say is left to sdpa:
+For such rows, transformers gives torch's attention (sdpa) a mask of all pairs of tokens, which no flash kernel takes.
+Here the mask says where documents begin, for the flash attention that torch has for sequences of various lengths
+(`torch.nn.attention.varlen`). No package has to be installed. Anything that documents cannot express is left to sdpa:
 tokens that see later ones, gaps in a row, a cache.
 """
 
@@ -22,15 +22,15 @@ from shardproof.errors import ConfigError
 from shardproof.models.attention.sinks import attend, dense, has_sinks
 
 VARLEN = "varlen"
-NOT_WITH = "softcap", "position_bias"  # what some layers add to scores
+NOT_WITH = "softcap", "position_bias"  # additions to scores in some layers
 HALF = torch.float16, torch.bfloat16
-WIDEST = 256  # head dimension for which torch has kernels
-# Keys may have fewer heads than queries, which torch before 2.13 takes without a word.
+WIDEST = 256  # the largest head dimension torch has kernels for
+# Keys may have fewer heads than queries; torch before 2.13 accepts that without this argument.
 FEWER: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def attention_options(attn: str | None) -> dict[str, Any]:
-    """The arguments with which transformers makes a model with the attention `attn`. Ours is registered there."""
+    """The arguments for transformers to make a model with the attention `attn`. Registers ours."""
     if attn == VARLEN:
         from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -40,32 +40,32 @@ def attention_options(attn: str | None) -> dict[str, Any]:
 
 
 def check_attention_of(model: Any, attn: str | None) -> None:
-    """Raise ConfigError for a model whose layers do not pass on what our attention must be told, or add to scores."""
+    """Raise ConfigError for a model whose layers do not pass on the arguments our attention needs, or change scores."""
     if attn != VARLEN:
         return
     if not getattr(model, "_supports_flash_attn", False):
         raise ConfigError(
-            f"--attn {VARLEN}: {type(model).__name__} has no flash attention in transformers. Take sdpa or eager."
+            f"--attn {VARLEN}: {type(model).__name__} has no flash attention in transformers. Use sdpa or eager."
         )
     if not (getattr(model, "_supports_sdpa", False) or has_sinks(model)):
         raise ConfigError(
-            f"--attn {VARLEN}: {type(model).__name__} changes scores as torch's attention does not: it has"
-            " no sdpa in transformers. Take --attn eager, or flash_attention_2 where the model supports it."
+            f"--attn {VARLEN}: {type(model).__name__} changes scores in a way torch's attention does not: it has"
+            " no sdpa in transformers. Use --attn eager, or flash_attention_2 where the model supports it."
         )
 
 
 def knows_ours(model: Any) -> bool:
-    """Whether a model that has another attention may be given ours."""
+    """Whether a model with another attention supports ours."""
     plain = getattr(model, "_supports_sdpa", False) or has_sinks(model)
     return bool(plain and getattr(model, "_supports_flash_attn", False) and model._can_set_attn_implementation())
 
 
 def take_for_packed(model: Any, half: bool) -> None:
-    """Give a model our attention in place of one of all pairs of tokens, where packed rows take less time with it: on a
-    CPU, and where torch has the kernel.
+    """Replace attention over all pairs of tokens with ours where packed rows are faster with it: on a CPU, and where
+    torch has the kernel.
 
     Args:
-        half: whether it computes in half precision.
+        half: whether the model computes in half precision.
     """
     dense = "eager" if has_sinks(model) else "sdpa"
     ours = knows_ours(model) and model.config._attn_implementation == dense
@@ -74,14 +74,14 @@ def take_for_packed(model: Any, half: bool) -> None:
 
 
 def take(model: Any) -> None:
-    """Give a model our attention."""
+    """Switch a model to our attention."""
     attention_options(VARLEN)
     model.set_attn_implementation(VARLEN)
 
 
 def _is_faster(half: bool) -> bool:
     device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None or device.type != "cuda" or not half:  # elsewhere documents are computed one by one
+    if device is None or device.type != "cuda" or not half:  # otherwise documents are computed one by one
         return device is None
     query = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device=device)
     asked = torch.backends.cuda.SDPAParams(query, query, query, None, 0.0, True, False)
@@ -89,9 +89,9 @@ def _is_faster(half: bool) -> bool:
 
 
 def unknown_attention(error: Exception) -> str:
-    """What to do if a model could not be made because its own list of attentions lacks ours; else nothing."""
+    """Advice if a model could not be made because its own list of attentions lacks ours; otherwise empty."""
     lacks = isinstance(error, KeyError) and error.args == (VARLEN,)
-    return f"its code has a list of attentions, without --attn {VARLEN}. Take sdpa or eager" if lacks else ""
+    return f"its code has a list of attentions that lacks --attn {VARLEN}. Use sdpa or eager" if lacks else ""
 
 
 def varlen_mask(
@@ -105,17 +105,17 @@ def varlen_mask(
     device: Any = "cpu",
     **more: Any,
 ) -> Tensor | None:
-    """Where documents begin, for `varlen_attention`; or the mask of sdpa, if there is more to say.
+    """Where documents begin, for `varlen_attention`; or sdpa's mask, if documents cannot express it.
 
-    A document begins at a token that does not see the one before it. Padding is a document of its own.
+    A document begins at a token that does not see the one before it. Padding is a separate document.
 
     Args:
-        mask_function: of transformers: whether in row b the query at q sees the key at k, for tensors of such places.
+        mask_function: of transformers: whether in row b the query at q sees the key at k, for tensors of such indices.
         attention_mask: bool, of shape (rows, keys): False is padding.
 
     Returns:
-        int32, of shape (documents + 1,): where each begins if rows are laid end to end, and the end. Where tokens of a
-        document see only a window, (window, documents + 1), each row the same and in the same memory.
+        int32, of shape (documents + 1,): where each begins in the concatenated rows, and the end. If tokens see only a
+        window, (window, documents + 1) with equal rows in the same memory.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -133,8 +133,8 @@ def varlen_mask(
 def _documents(
     rows: int, length: int, sees: Callable[..., Any], real: Tensor | None, device: torch.device, window: int | None
 ) -> Tensor | None:
-    """What `varlen_mask` returns; None if a token sees a later one, or a row has a gap."""
-    if device.type == "meta":  # a plan: no values, and rows are what is counted
+    """The result of `varlen_mask`; None if a token sees a later one, or a row has a gap."""
+    if device.type == "meta":  # for a plan: there are no values, and rows are counted
         return torch.empty(rows + 1, dtype=torch.int32, device=device)
     row = torch.arange(rows, device=device)[:, None]
     place, first = torch.arange(length, device=device), torch.zeros((), dtype=torch.int64, device=device)
@@ -169,21 +169,21 @@ def varlen_attention(
     """Causal attention within the documents of `varlen_mask`; sdpa with any other mask, or none.
 
     Args:
-        query, key, value: of shape (rows, heads, length, head dimension); of the last two, heads may be fewer.
+        query, key, value: of shape (rows, heads, length, head dimension); the last two may have fewer heads.
 
     Returns:
-        Of shape (rows, length, heads, head dimension of `value`), and no weights.
+        The result, (rows, length, heads, head dimension of `value`), and None for the weights.
 
     Raises:
-        ConfigError: the layer changes scores in a way that torch's kernel does not know.
+        ConfigError: the layer changes scores in a way that torch's kernel does not support.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     for name in NOT_WITH:
         if more.get(name) is not None:
             raise ConfigError(
-                f"--attn {VARLEN}: {type(module).__name__} changes scores ({name}), which torch's kernel does not do."
-                " Take --attn eager, or flash_attention_2 where the model supports it."
+                f"--attn {VARLEN}: {type(module).__name__} changes scores ({name}), which torch's kernel does not"
+                " support. Use --attn eager, or flash_attention_2 where the model supports it."
             )
     sinks = more.pop("s_aux", None)
     if attention_mask is None or attention_mask.dim() > 2 or query.is_meta:
@@ -215,7 +215,7 @@ def _attend(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Of shape (tokens, heads, head dimension of `value`), as all three are."""
+    """The result has shape (tokens, heads, head dimension of `value`), like all three inputs."""
     width, given = query.shape[-1], value.shape[-1]
     kernel = query.is_cuda and query.dtype in HALF and not dropout and max(width, given) <= WIDEST and width % 8 == 0
     scale = width**-0.5 if scaling is None else scaling
@@ -227,7 +227,7 @@ def _attend(
     if given < width:
         value = F.pad(value, (0, width - given))
     sides = (-1 if window is None else window - 1, 0)
-    # The length of a row is no less than that of its longest document, and known without waiting for the device.
+    # The length of a row bounds that of its longest document, and is known without waiting for the device.
     known = query, key, value, begins, begins, longest, longest
     out: Any = varlen_attn(*known, scale=scale, window_size=sides, **FEWER)
     return out[..., :given]
@@ -242,7 +242,7 @@ def _one_by_one(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """The same without a kernel of its own: on a CPU, in fp32, with dropout."""
+    """The same without a kernel for documents: on a CPU, in fp32, with dropout."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))

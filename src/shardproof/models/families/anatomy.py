@@ -1,4 +1,4 @@
-"""The parts of one model: of which part each parameter is, and which of them are trained."""
+"""The parts of a model: the part of each parameter, and which parts are trained."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The parts of one model, as its record says or as inspection has found.
+    """The parts of a model, from its record or found by inspection.
 
     Attributes:
-        part_of: for each parameter its part, or `unused`.
-        units: what `shardproof.shard` takes; None lets the engine look for itself.
-        dynamic: names of the modules that only some rows use.
+        part_of: the part of each parameter, or `unused`.
+        units: the units for `shardproof.shard`; None lets the engine choose.
+        dynamic: names of modules that only some rows use.
     """
 
     part_of: Mapping[str, str]
@@ -37,9 +37,9 @@ class Anatomy:
 
 
 def anatomy(model: nn.Module) -> Anatomy:
-    """The parts of a model, a PEFT model included: by the record of its family, or else by the names of its modules."""
+    """The parts of a model (also a PEFT model): by the record of its family, or else by the names of its modules."""
     inner = without_adapters(model)
-    prefix = "" if inner is model else "base_model.model."  # of its names inside
+    prefix = "" if inner is model else "base_model.model."  # of the names inside
     family = family_of(getattr(inner, "config", None))
     names = [name for name, _ in model.named_parameters()]
     if family is None:
@@ -59,14 +59,14 @@ def anatomy(model: nn.Module) -> Anatomy:
 
 
 def _behind_features(family: Family, config: Any, modules: Mapping[str, nn.Module]) -> list[str]:
-    """The layers of a vision tower that work for nothing: those behind the last one whose output is taken as features,
-    as `vision_feature_layer` of LLaVA and InternVL says (the number of a hidden state, of which there is one more)."""
+    """The layers of a vision tower after the last one whose output is used as features, according to
+    `vision_feature_layer` of LLaVA and InternVL (the index of a hidden state, of which there is one more)."""
     taken = getattr(config, "vision_feature_layer", None)
     towers = family.parts.get("vision", ())
     if taken is None or not towers:
         return []
     path = next(path for path in family.blocks if path.startswith(f"{towers[0]}."))
-    if path not in modules:  # LLaVA's model with Pixtral's tower, whose layers have another name
+    if path not in modules:  # LLaVA with Pixtral's tower, whose layers have another name
         return []
     layers = [name for name, _ in modules[path].named_children()]
     states = [taken] if isinstance(taken, int) else taken
@@ -83,7 +83,7 @@ def _deepest(name: str, paths: Mapping[str, str]) -> str:
     return "llm"
 
 
-# Words in the path of a parameter, the more telling ones first.
+# Words in the path of a parameter, the more specific ones first.
 _TELLING = (
     (TALKER, r"talker"),
     (UNUSED, r"token2wav|code2wav|vocoder"),
@@ -91,15 +91,15 @@ _TELLING = (
     ("audio", r"audio|speech|whisper|apm"),
     ("vision", r"vis|image|vit\b|vpm|clip|siglip|patch|\bvq"),
 )
-_OF_PATCHES = re.compile(r"(patch|subsampl)\w*?[._]projection")  # a tower's beginning, and no aligner
+_OF_PATCHES = re.compile(r"(patch|subsampl)\w*?[._]projection")  # the input of a tower, not an aligner
 
 
 def guessed_part(name: str, tower: str | None = None) -> str:
-    """The part that a parameter of an unknown model belongs to, by the words in its path. Blocks of a language model
-    (`q_proj`, `vision_expert`) are not towers: only what stands before the first number counts.
+    """The part of a parameter in an unknown model, by the words in its path. Blocks of a language model (`q_proj`,
+    `vision_expert`) are not towers: only the path before the first number counts.
 
     Args:
-        tower: the part, if it is in a tower, as transformers declares them.
+        tower: the part, if the parameter is in a tower that transformers declares.
     """
     path, numbered = re.subn(r"\.\d+\..*", "", name.lower())
     path = _OF_PATCHES.sub(r"\1", path if numbered else path.rpartition(".")[0])
@@ -108,8 +108,8 @@ def guessed_part(name: str, tower: str | None = None) -> str:
 
 
 def _towers(model: Any) -> dict[str, str]:
-    """The outermost modules of a model that take files and no text, as their classes in transformers say, and what part
-    they are: not all are called after what they take (`encoder`, `vqmodel`)."""
+    """The outermost modules that take files but no text, as declared by their transformers classes, and their parts:
+    not all are named after their input (`encoder`, `vqmodel`)."""
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         taken = getattr(module, "input_modalities", None) or ()
@@ -130,12 +130,12 @@ def trainable_parts(
 
     Args:
         there: the parts of the model.
-        train: names of PARTS, or `thinker` for all but the talker, which is also the default.
-        freeze: parts that are taken out of these, whether the model has them or not.
-        more: whether something is trained besides, so that no part may be left.
+        train: names from PARTS, or `thinker` for all but the talker, which is also the default.
+        freeze: parts to exclude, whether or not the model has them.
+        more: whether something else is trained, so that the list may be empty.
 
     Raises:
-        ConfigError: there is no such part, the model has no such part to train, or nothing is left.
+        ConfigError: there is no such part, the model lacks a part to train, or nothing is left.
     """
     here, freeze = list(there), list(freeze)
     thinker = [part for part in here if part != TALKER]
@@ -152,7 +152,7 @@ def trainable_parts(
 
 
 def check_part_names(train: Iterable[str], freeze: Iterable[str], rates: Iterable[str]) -> None:
-    """Raise ConfigError for what is no part of any model, before one is looked at."""
+    """Raise ConfigError for names that are not parts of any model, before looking at one."""
     for option, parts, more in (
         ("--train-parts", train, (THINKER,)),
         ("--freeze", freeze, ()),
@@ -166,12 +166,13 @@ def _check_part(part: str, here: Sequence[str], option: str, more: tuple[str, ..
     if part not in (*PARTS, *more):
         raise ConfigError(f"{option} {part}: the parts are {', '.join((*PARTS, *more))}.")
     if part not in (*here, *more):
-        hint = " It is there with --enable-audio-output." if part == TALKER else ""
+        hint = " It exists with --enable-audio-output." if part == TALKER else ""
         raise ConfigError(f"{option} {part}: this model has no such part, it has {', '.join(here)}.{hint}")
 
 
 def language_layers(model: Any) -> list[tuple[str, Any]]:
-    """The layers of the language model, by name: the longest list of modules whose weights are all its own."""
+    """The layers of the language model, by name: the longest module list whose weights all belong to the model
+    itself."""
     from torch import nn
 
     part_of, lists = anatomy(model).part_of, []

@@ -1,8 +1,8 @@
-"""The families we know: one record each. `shardproof models` lists them.
+"""The known families: one record each. `shardproof models` lists them.
 
-A model without a record works all the same: its class is that of transformers' Auto classes, its units are found by the
-engine, its parts by the names of its modules. A record says it better: which modules only some rows use (so that ranks
-need not find out), which no training reaches, and whose forward is trained.
+A model without a record works as well: transformers' Auto classes give its class, the engine finds its units, and the
+names of its modules tell its parts. A record adds which modules only some rows use (so that ranks need not find out),
+which are never trained, and which module's forward is trained.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def _one_tower(
     unused: tuple[str, ...] = (),
     grounding: Grounding | None = None,
 ) -> Family:
-    """A family of language models that see, or hear: a tower for files, and an aligner behind it or in it.
+    """A family of language models with one tower for files, and an aligner after it or in it.
 
     Args:
-        tower: its path in the model, as those that follow; `layers`: its list of layers.
+        tower: its path in the model; `layers`: the path of its list of layers; the following are paths, too.
     """
     tower, layers, *aligner_ = (f"model.{path}" for path in (tower, f"{tower}.{layers}", *aligner))
     return Family(
@@ -83,7 +83,7 @@ QWEN25_OMNI = Family(
         "talker.model.layers",
     ),
     dynamic=("thinker.model.visual", "thinker.model.audio_tower", "talker", "token2wav"),
-    # The marks around a sound are tokens of the text by now.
+    # The marks around audio are part of the text by then.
     unused=("token2wav", "thinker.model.audio_tower.audio_bos_eos_token"),
     speech=("talker", "token2wav"),
     files=("spk_dict.pt",),
@@ -124,7 +124,7 @@ QWEN3_OMNI = Family(
     grounding=_THOUSANDTHS,
 )
 
-# MiniCPM-V 2.x, whose code lies in its folder.
+# MiniCPM-V 2.x, whose code is in its folder.
 MINICPM_V_OWN = Family(
     name="MiniCPM-V 2.6",
     model_types=("minicpmv",),
@@ -198,7 +198,7 @@ FAMILIES = (
         "encoder.layers",
         _PROJECTOR,
         media=("image",),
-        unused=("vision_tower.post_layernorm",),  # features are those of a layer before
+        unused=("vision_tower.post_layernorm",),  # features come from an earlier layer
     ),
     _one_tower(
         "Gemma 3",
@@ -223,13 +223,13 @@ FAMILIES = (
 
 
 def family_of(config: Any) -> Family | None:
-    """The record for a configuration of transformers (or the dict in a config.json); None where there is none."""
+    """The record for a transformers config (or the dict in a config.json), or None."""
     kind = config.get("model_type") if isinstance(config, dict) else getattr(config, "model_type", None)
     return next((family for family in FAMILIES if kind in family.model_types), None)
 
 
 def grounding_of(processor: Any) -> Grounding | None:
-    """How models with such a processor write what is where in a picture. Those that share a processor (Qwen3-VL and
-    Qwen3.5) share that, too."""
+    """How models with this processor write objects and their locations. Models that share a processor (Qwen3-VL and
+    Qwen3.5) share this, too."""
     name = type(processor).__name__
     return next((family.grounding for family in FAMILIES if family.processor == name), None)

@@ -1,1 +1,1 @@
-"""Models and their processors, as they are loaded: by classes of transformers, from the files of a folder."""
+"""Loading models and their processors with transformers' classes, from the files of a folder."""

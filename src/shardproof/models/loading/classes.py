@@ -1,4 +1,4 @@
-"""Models of any family, loaded by transformers' own classes."""
+"""Models of any family, loaded with transformers' own classes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _SPEAKING = {
 
 
 def with_values(kind: Any, source: str, **options: Any) -> Any:
-    """What `from_pretrained` of this class gives; with `output_loading_info` a pair, as of every class."""
+    """The result of this class's `from_pretrained`; a pair with `output_loading_info`, for every class."""
     from transformers import PreTrainedModel
 
     load = kind.from_pretrained
     if options.get("output_loading_info") and isinstance(kind, type) and issubclass(kind, PreTrainedModel):
-        # A class that loads more than weights (Qwen2.5-Omni its voices) does so in a from_pretrained of its own, which
-        # takes what comes from here for the model.
+        # A class that loads more than weights (Qwen2.5-Omni its voices) does so in its own from_pretrained, which takes
+        # the result of this call for the model.
         load = functools.partial(PreTrainedModel.from_pretrained.__func__, kind)
-    with warnings.catch_warnings():  # of some packings, though it is asked for what it supports
+    with warnings.catch_warnings():  # some packings warn although the request is supported
         warnings.filterwarnings("ignore", "You passed `quantization_config`")
         return load(source, **{**unpacking(source), **options})
 
@@ -51,19 +51,19 @@ def load_pretrained(
     change: Callable[[Any], None] | None = None,
     **options: Any,
 ) -> Any:
-    """The model in a folder or on the hub. What comes back has a forward that takes labels and gives a loss; with
-    `output_loading_info` among the options it is a pair, as that of transformers.
+    """Load the model from a folder or the hub. Its forward takes labels and returns a loss. With `output_loading_info`
+    among the options, the result is a pair, as in transformers.
 
     Args:
-        how: called with the class, `source` and options; gives the model.
-        enable_audio_output: of a model that speaks: whether the modules for it are there. Without them they are neither
-            built nor read. None leaves it to the model's config.
-        change: changes the model's config.
+        how: called with the class, `source` and options; returns the model.
+        enable_audio_output: whether a model that speaks has the modules for that. Without, they are neither built nor
+            read. None leaves it to the model's config.
+        change: a function that changes the model's config.
         options: for `from_pretrained`.
 
     Raises:
-        ConfigError: the model does not speak, and is asked to.
-        Exception: whatever transformers, or the model's own code, raises.
+        ConfigError: audio output is requested from a model that does not speak.
+        Exception: anything that transformers or the model's own code raises.
     """
     import transformers
 
@@ -91,8 +91,8 @@ def load_pretrained(
 
 
 def _name_decoder(model: Any) -> None:
-    """Have the language model of Llama 4, or of Mllama, alone (changed in place) give its decoder as `base_model`:
-    transformers looks where the whole model has it, finds nothing, and gives the model itself."""
+    """Make the language model of Llama 4 or Mllama, loaded alone (changed in place), return its decoder as
+    `base_model`: transformers looks where the full model has it, finds nothing, and returns the model itself."""
     if model.base_model is model and model.config.get_text_config() is model.config:
         from transformers import PreTrainedModel
 
@@ -102,7 +102,7 @@ def _name_decoder(model: Any) -> None:
 
 
 def check_speaks(source: str, config: Any) -> None:
-    """Raise ConfigError where --enable-audio-output says something of a model without modules for it."""
+    """Raise ConfigError if --enable-audio-output is given for a model without modules for it."""
     family = family_of(config)
     if family is None or not family.speech:
         raise ConfigError(f"--enable-audio-output: the model {source} ({config.model_type}) has no audio output.")
@@ -111,21 +111,21 @@ def check_speaks(source: str, config: Any) -> None:
 def load_body(
     source: str, *, how: Callable[..., Any] = with_values, enable_audio_output: bool | None = None, **options: Any
 ) -> Any:
-    """The model in a folder or on the hub, to be asked for the last hidden state of each token. Of a model of text that
-    is transformers' `AutoModel`, without a head; one that takes files is whole, as it is trained and saved elsewhere,
-    and its forward is that of its backbone.
+    """Load the model from a folder or the hub, to compute the last hidden state of each token. For a text model this is
+    transformers' `AutoModel`, without a head; a model that takes files is complete, as it is trained and saved
+    elsewhere, and its forward is that of its backbone.
 
     Args:
-        how, enable_audio_output, options: as for `load_pretrained`, which says what is raised, too.
+        how, enable_audio_output, options: as for `load_pretrained`, which also says what is raised.
 
     Raises:
-        ConfigError: it takes files, and has no backbone that does.
+        ConfigError: the model takes files, but has no backbone that does.
     """
     import transformers
 
     if processor_class(source) is None:
         if enable_audio_output is not None:
-            raise ConfigError(f"--enable-audio-output: the model {source} is one of text, without audio output.")
+            raise ConfigError(f"--enable-audio-output: {source} is a text model without audio output.")
         return how(transformers.AutoModel, source, **options)
     loaded = load_pretrained(
         source,
@@ -138,7 +138,7 @@ def load_body(
 
 
 def _bodied(kind: Any, config: Any, **options: Any) -> Any:
-    """A class of the same name whose forward is that of its backbone, which is to take files, too."""
+    """A class of the same name whose forward is that of its backbone, for models that take files."""
     cls = class_of(kind, config)
 
     def forward(self: Any, *args: Any, **inputs: Any) -> Any:
@@ -148,24 +148,24 @@ def _bodied(kind: Any, config: Any, **options: Any) -> Any:
 
 
 def class_of(kind: Any, config: Any) -> Any:
-    """The class of models of this config: `kind` itself, or what transformers' Auto class of that name has for it."""
+    """The model class for this config: `kind` itself, or the class that this Auto class of transformers has for it."""
     import transformers
 
     return kind if issubclass(kind, transformers.PreTrainedModel) else kind._model_mapping[type(config)]
 
 
 def check_one_backbone(model: Any, who: str) -> None:
-    """Raise ConfigError for a model that has no backbone which takes files, and gives a hidden state for each token."""
+    """Raise ConfigError for a model without a backbone that takes files and returns a hidden state for each token."""
     backbone, takes = model.base_model, {"pixel_values", "input_features"}
     if backbone is model or not takes & set(inspect.signature(backbone.forward).parameters):
         raise ConfigError(
-            f"{who} needs a model whose towers and language model are one backbone, and {type(model).__name__} keeps"
-            " them apart: it can be trained on pictures and sounds by 'shardproof sft' only."
+            f"{who} needs a model whose towers and language model are one backbone, but {type(model).__name__} keeps"
+            " them apart: only 'shardproof sft' can train it on images and audio."
         )
 
 
 def check_own_code(source: str, allowed: bool) -> None:
-    """Raise ConfigError for a model of a class that transformers does not have, unless its own code may be run."""
+    """Raise ConfigError for a model whose class transformers does not have, unless its own code may run."""
     from transformers import CONFIG_MAPPING
 
     config = {} if allowed else said_by(source, "config.json")
@@ -174,32 +174,31 @@ def check_own_code(source: str, allowed: bool) -> None:
         return
     files = sorted({str(name).rpartition("--")[2].partition(".")[0] + ".py" for name in named.values()})
     raise ConfigError(
-        f"The model {source} ({config.get('model_type')}) is no class of transformers: it brings code of its own"
-        f" ({', '.join(files)}).\nRead that code, and have it run with --trust-remote-code."
+        f"The model {source} ({config.get('model_type')}) is not a class of transformers: it comes with its own code"
+        f" ({', '.join(files)}).\nRead that code, and allow it to run with --trust-remote-code."
     )
 
 
 def check_writes_on(source: str, task: str = "causal_lm") -> None:
-    """Raise ConfigError for a model whose answers do not continue what it is asked (T5, Whisper), in words about the
-    task that it is for."""
+    """Raise ConfigError, in terms of the task, for a model whose answers do not continue the prompt (T5, Whisper)."""
     config = said_by(source, "config.json")
     named = config.get("architectures") or [""]
     if not config.get("is_encoder_decoder") or str(named[0]).endswith("ForCausalLM"):
         return
     kind = config.get("model_type")
-    told = f"The model {source} ({kind}) is an encoder and a decoder, which writes beside what is read."
+    told = f"The model {source} ({kind}) is an encoder-decoder model, whose output is separate from its input."
     if task == "causal_lm":
         raise ConfigError(
-            f"{told} sft and rlhf train models that write on, with or without pictures and sounds.\nA script of"
-            " transformers' Seq2SeqTrainer trains it at any stage, as sharded(Seq2SeqTrainer):"
+            f"{told} sft and rlhf train models that continue their input, with or without images and audio.\nA script"
+            " with transformers' Seq2SeqTrainer trains it at any stage, as sharded(Seq2SeqTrainer):"
             " from shardproof.integrations.transformers import sharded."
         )
     encoders = "" if task == "generative_reranker" else " or an encoder (such as BERT)"
-    raise ConfigError(f"{told}\n--task {task} trains one alone: name a decoder (such as Qwen3){encoders}.")
+    raise ConfigError(f"{told}\n--task {task} trains only one of the two: name a decoder (such as Qwen3){encoders}.")
 
 
 def check_timm(source: str, trust_remote_code: bool = False) -> None:
-    """Raise ConfigError for a model that sees with a tower of timm's (Gemma 3n), where that is not installed."""
+    """Raise ConfigError for a model with a vision tower from timm (Gemma 3n), if that is not installed."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
@@ -207,35 +206,35 @@ def check_timm(source: str, trust_remote_code: bool = False) -> None:
         return
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except Exception:  # told when it is loaded
+    except Exception:  # reported when it is loaded
         return
     towers = [getattr(getattr(config, name, None), "model_type", "") for name in config.sub_configs]
     if any(MODEL_MAPPING_NAMES.get(kind, "").startswith("Timm") for kind in towers):
         raise ConfigError(
-            f"The model {source} ({config.model_type}) sees with a tower of the package timm, which is not installed."
-            "\nInstall it: pip install timm"
+            f"The model {source} ({config.model_type}) has a vision tower from the package timm, which is not"
+            " installed.\nInstall it: pip install timm"
         )
 
 
 def check_looks_back(source: str, trust_remote_code: bool = False) -> None:
-    """Raise ConfigError for an encoder (BERT), of which a token that sees those behind it is predicted from itself."""
+    """Raise ConfigError for an encoder (BERT): tokens see later ones, so each would be predicted from itself."""
     import transformers
 
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except Exception:  # told when it is loaded
+    except Exception:  # reported when it is loaded
         return
     if sees_ahead(config):
         raise ConfigError(
-            f"The model {source} ({config.model_type}) is an encoder: each token sees those behind it, so that an"
-            " answer would be predicted from itself, and none could be written.\nAn encoder is trained by 'shardproof"
-            " sft' with --task embedding, --task seq_cls or --task reranker. A model of this kind that is a decoder has"
-            " is_decoder: true in its config.json."
+            f"The model {source} ({config.model_type}) is an encoder: each token sees later ones, so an answer"
+            " would be predicted from itself, and none could be generated.\nTrain an encoder with 'shardproof sft' and"
+            " --task embedding, --task seq_cls or --task reranker. A decoder of this model type has is_decoder: true in"
+            " its config.json."
         )
 
 
 def sees_ahead(config: Any) -> bool:
-    """Whether it is the config of an encoder, whose attention is not causal."""
+    """Whether this is the config of an encoder, whose attention is not causal."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
     if config.model_type not in ENCODERS or CAUSAL in (getattr(config, "auto_map", None) or {}):
@@ -244,7 +243,7 @@ def sees_ahead(config: Any) -> bool:
 
 
 def import_class(source: str) -> None:
-    """Import the classes of a model folder, so that processes that are forked afterwards need not."""
+    """Import the classes of a model folder, so that processes forked later need not."""
     import transformers
 
     file = Path(source).expanduser() / "config.json"
@@ -254,10 +253,10 @@ def import_class(source: str) -> None:
 
 
 def _auto_class(config: Any) -> Any:
-    """Language models by AutoModelForCausalLM, what takes more than text by AutoModelForMultimodalLM.
+    """AutoModelForCausalLM for language models, AutoModelForMultimodalLM for models that take more than text.
 
-    Of some configs (Qwen3.5, Llama 4) the first would take the language model alone, and leave the towers out: only
-    where the files are of that class.
+    For some configs (Qwen3.5, Llama 4) the first would load only the language model, without the towers: it is used
+    only if the files are of that class.
     """
     import transformers
 
@@ -271,13 +270,13 @@ def _auto_class(config: Any) -> Any:
 
 
 def _named_class(config: Any) -> Any:
-    """Of a model that transformers has in neither list (AudioFlamingo3), the class that its config names."""
+    """The class that its config names, for a model that is in neither list of transformers (AudioFlamingo3)."""
     import transformers
 
     name = (getattr(config, "architectures", None) or [""])[0]
     found = getattr(transformers, name, None)
     if getattr(config, "is_encoder_decoder", False) or not (isinstance(found, type) and hasattr(found, "generate")):
-        return _causal()  # which says that it cannot
+        return _causal()  # which raises the error
     return found
 
 
@@ -289,11 +288,11 @@ def _causal() -> Any:
 
 @functools.cache
 def trained_by(cls: Any, path: str, speaking: Any = None) -> Any:
-    """A class of the same name derived from `cls`, whose forward, generate, embedding, head and base model are those of
-    one of its modules.
+    """A class of the same name derived from `cls`, with the forward, generate, embedding, head and base model of one of
+    its modules.
 
-    An omni model has no forward of its own: what is trained, and what answers in text, is its thinker. `speaking` is a
-    forward that trains the talker, too.
+    An omni model has no forward of its own: its thinker is trained, and answers in text. `speaking` is a forward that
+    also trains the talker.
     """
 
     def of_the_module(name: str) -> Any:
@@ -311,7 +310,7 @@ def trained_by(cls: Any, path: str, speaking: Any = None) -> Any:
 
 
 def save_extra_files(model: Any, folder: str | Path) -> None:
-    """Copy what `save_pretrained` leaves behind, though the model does not load without it (voices)."""
+    """Copy files that `save_pretrained` does not write, although the model does not load without them (voices)."""
     from transformers.utils import cached_file
 
     family = family_of(getattr(model, "config", None))

@@ -1,5 +1,5 @@
-"""Layers that predict further tokens (MTP): in files of weights for servers that draft with them, and left out by
-transformers, which trains and saves a model without. They go along with what is saved, as they were."""
+"""Layers for multi-token prediction (MTP). Weight files contain them for servers that draft with them; transformers
+leaves them out, and trains and saves a model without them. They are copied, unchanged, into the saved model."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 from shardproof.models.loading.weight_files import INDEX, WEIGHTS, cached, files_of, read, weight_map
 
 OWN, FIRST = "mtp.safetensors", "model-00001-of-00001.safetensors"
-# Tables of tokens, by the ends of their names, and which of a model are of the same rows.
+# Suffixes of token tables, and the tables of the model with the same rows.
 TABLES = {
     "embed_tokens.weight": ("embed_tokens.weight",),
     "shared_head.head.weight": ("lm_head.weight", "embed_tokens.weight"),
 }
 NAMED, COUNTED = re.compile(r"(^|[._])mtp"), re.compile(r"(^|\.)layers\.(\d+)\.")
-PLAIN = ("float64", "float32", "float16", "bfloat16")  # what a model that is not quantized is saved in
+PLAIN = ("float64", "float32", "float16", "bfloat16")  # dtypes of models that are not quantised
 
 
 def carry_mtp(model: Any, folder: str | Path, dtype: Any = None) -> int:
-    """Add the MTP layers of the files that a model was loaded from to `folder`, where it has just been saved.
+    """Copy the MTP layers from the files that a model was loaded from to `folder`, where it has just been saved.
 
     Args:
-        model: of transformers, without adapters; it knows the folder, or the name on the hub, of its files.
-        dtype: what they are written in; None keeps theirs.
+        model: a transformers model without adapters, which knows the folder or hub id of its files.
+        dtype: the dtype to write them in; None keeps theirs.
 
     Returns:
-        How many tensors were added: 0 if the files have none, or have them quantized, or the model writes no tokens.
+        The number of tensors added: 0 if the files have none, or quantised ones, or if the model generates no tokens.
 
     Raises:
-        OSError, SafetensorError: they cannot be read or written. The model in `folder` is as it was.
+        OSError, SafetensorError: they cannot be read or written. The model in `folder` is unchanged.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -53,7 +53,7 @@ def carry_mtp(model: Any, folder: str | Path, dtype: Any = None) -> int:
     try:
         save_file(kept, target / OWN, metadata={"format": "pt"})
         total = sum(_bytes(target / name) for name in {*written.values(), OWN})
-        one = (target / WEIGHTS).is_file()  # a file of this name would be taken for all there is
+        one = (target / WEIGHTS).is_file()  # readers take a file with this name to be complete
         written = (dict.fromkeys(written, FIRST) if one else written) | dict.fromkeys(kept, OWN)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(written.items()))}
         aside.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -68,13 +68,13 @@ def carry_mtp(model: Any, folder: str | Path, dtype: Any = None) -> int:
 
 
 def _grown(folder: Path, written: dict[str, str], name: str, value: Any) -> Any:
-    """A table of tokens with the rows that the model, which is in `folder`, has got since: they are the model's own."""
+    """A token table, extended by rows that the model in `folder` has gained since, taken from the model's own table."""
     import torch
     from safetensors import safe_open
 
     ends = next((own for end, own in TABLES.items() if name.endswith(f".{end}")), ())
     found = next((same for end in ends if (same := [tensor for tensor in written if tensor.endswith(end)])), [])
-    if len(found) != 1:  # nobody knows which, of a model with a part that has tokens of its own
+    if len(found) != 1:  # ambiguous: a part of the model has its own tokens
         return value
     with safe_open(folder / written[found[0]], "pt") as content:
         rows, had = content.get_slice(found[0]), len(value)
@@ -84,7 +84,7 @@ def _grown(folder: Path, written: dict[str, str], name: str, value: Any) -> Any:
 
 
 def _of_files(model: Any) -> dict[Path, list[str]]:
-    """The names of MTP tensors by file: those that the model's class does not read, if they look like that."""
+    """The names of MTP tensors by file: tensors that the model's class does not read and that look like MTP."""
     unread = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     writes = model.get_output_embeddings() is not None and not hasattr(model, "score")  # of models/scorers.py
     if not unread or not writes:
@@ -101,10 +101,10 @@ def _of_files(model: Any) -> dict[Path, list[str]]:
         if further(name):
             found[file].append(name)
     files = [file if file.is_file() else cached(model.name_or_path, file.name) for file in found]
-    return {} if None in files else dict(zip(files, found.values(), strict=True))  # not a part of them
+    return {} if None in files else dict(zip(files, found.values(), strict=True))  # all of them or none
 
 
 def _bytes(file: Path) -> int:
-    """Of its tensors."""
+    """The size of its tensors."""
     with file.open("rb") as content:
         return file.stat().st_size - 8 - int.from_bytes(content.read(8), "little")

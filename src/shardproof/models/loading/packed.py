@@ -1,10 +1,10 @@
-"""Models whose files hold packed weights (FP8, MXFP4): they are trained unpacked.
+"""Models whose files hold packed weights (FP8, MXFP4): they are unpacked for training.
 
-[Note: unpacked while they are read]
-Several models are published in eight or four bits alone (gpt-oss, DeepSeek-V3, the FP8 files of Qwen3). Where an
-accelerator can compute with such weights, transformers keeps them packed: they have no gradient then, and to mixed
-precision they are values like others, without the scales that their layers multiply them by. It can also unpack them
-as it reads them. Then the model is an ordinary one, which can be cut, trained, packed anew (--quantize nf4) and saved.
+[Note: unpacked while reading]
+Several models are published only in 8 or 4 bits (gpt-oss, DeepSeek-V3, the FP8 files of Qwen3). If an accelerator can
+compute with such weights, transformers keeps them packed: then they have no gradient, and mixed precision would treat
+them as ordinary values, without the scales that their layers apply. transformers can also unpack them while reading.
+Then the model is an ordinary one, which can be sharded, trained, packed again (--quantize nf4) and saved.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def check_can_unpack(source: str) -> Any:
-    """Raise ConfigError for weights that are packed as transformers does not know: it would load codes as values, and
-    leave out their scales. Returns what their config says of packing, if anything."""
+    """Raise ConfigError for a packing that transformers does not support: it would load codes as values, and leave out
+    their scales. Returns the quantization config, if any."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KINDS
 
     packed: Any = said_by(source, "config.json").get("quantization_config")
@@ -31,30 +31,30 @@ def check_can_unpack(source: str) -> Any:
         return packed
     if (method := packed.get("quant_method")) not in KINDS:
         raise ConfigError(
-            f"The weights of {source} are packed ({method}), which transformers does not know: it would take codes for"
-            " values.\nName a model whose weights are not packed, or as fp8, mxfp4 or compressed-tensors."
+            f"The weights of {source} are packed as {method}, which transformers does not support: it would take codes"
+            " for values.\nName a model whose weights are not packed, or packed as fp8, mxfp4 or compressed-tensors."
         )
     return packed
 
 
 def unpacked_from(source: str) -> str | None:
-    """The kind of packing (`fp8`, `mxfp4`) of a model in a folder or on the hub, where transformers can unpack weights
-    while it reads them, else None."""
+    """The packing (`fp8`, `mxfp4`) of a model in a folder or on the hub, if transformers can unpack it while reading;
+    else None."""
     packed: Any = said_by(source, "config.json").get("quantization_config")
     return str(packed["quant_method"]) if unpacking_of(packed) else None
 
 
 def unpacking(source: str) -> dict[str, Any]:
-    """What `from_pretrained` is to be told of that model so that weights are unpacked.
+    """The arguments with which `from_pretrained` unpacks that model's weights.
 
     Raises:
-        ConfigError: see `check_can_unpack`; or they have scales that it does not read.
+        ConfigError: see `check_can_unpack`; or the weights have scales that transformers does not read.
     """
     packed = check_can_unpack(source)
     found = unpacking_of(packed)
     if found and packed["quant_method"] == "fp8":
         names = files_of(source, local_files_only=True)
-        # Of experts in one tensor, as transformers saves those that it computes with.
+        # For experts in one tensor, as transformers saves packed ones.
         apart = (name for name in names if name.endswith("_scale_inv") and not name.endswith("weight_scale_inv"))
         if (scale := next(apart, None)) is not None:
             raise ConfigError(unread(scale.removesuffix("_scale_inv"), str(names[scale])))
@@ -62,15 +62,15 @@ def unpacking(source: str) -> dict[str, Any]:
 
 
 def unread(weight: str, file: str) -> str:
-    """What is wrong with a weight whose scales lie beside it."""
+    """The error text for a weight whose scales are stored as a separate, unread tensor."""
     return (
-        f"'{weight}' is packed in eight bits in {file}, in a way of which transformers does not read the scales: it"
-        " would take codes for values.\nName a model whose weights are not packed so."
+        f"'{weight}' is packed in 8 bits in {file}, in a way whose scales transformers does not read: it would"
+        " take codes for values.\nName a model whose weights are not packed in this way."
     )
 
 
 def unpacking_of(packed: Any) -> dict[str, Any]:
-    """The same by what a config says as `quantization_config`."""
+    """The same, from the `quantization_config` of a config."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KINDS
 
     kind: Any = KINDS.get(packed.get("quant_method", "")) if isinstance(packed, dict) else None
@@ -83,8 +83,8 @@ def unpacking_of(packed: Any) -> dict[str, Any]:
 
 @functools.cache
 def _allow_smaller_last_blocks() -> None:
-    """Have transformers unpack weights whose size is no multiple of a block's, as of DeepSeek-V3 (576 rows in blocks of
-    128). Its 5.24 takes all blocks to be of one size: it ends in an error, or takes wrong scales without a word."""
+    """Make transformers unpack weights whose size is not a multiple of the block size, as in DeepSeek-V3 (576 rows in
+    blocks of 128). Version 5.24 assumes blocks of equal size: it raises an error, or silently uses wrong scales."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     own = Fp8Dequantize._dequantize_one

@@ -1,8 +1,8 @@
-"""A model's processor: what turns texts, images and sounds into tensors. It works where torchvision is not installed.
+"""A model's processor, which turns text, images and audio into tensors. It also works without torchvision.
 
-[Note: without torchvision] transformers prepares images with PIL where there is no torchvision, but has no video
-processor then, and a processor that wants one cannot be made. Here it gets one of ours (`videos.py`), in a class of the
-same name that is derived from its own: what is saved is what transformers itself would save.
+[Note: without torchvision] Without torchvision, transformers prepares images with PIL but has no video processor, and a
+processor that needs one cannot be made. Here it gets one of ours (`videos.py`), in a class of the same name derived
+from its own, so that the saved files are what transformers itself would save.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from shardproof.models.loading.row_by_row import row_by_row
 from shardproof.models.media.alike import VOXTRAL, called_alike
 from shardproof.models.media.sounds import hearing_each_alone
 
-TEKKEN = "tekken.json"  # Mistral's own form of tokenizers
+TEKKEN = "tekken.json"  # Mistral's own tokenizer format
 FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 
 
 def load_processor(source: str, trust_remote_code: bool = False, model: str | None = None) -> Any:
-    """The processor of a model folder or hub id, with the chat template of the model on its tokenizer; None for a model
-    of text. `model`: whose config says of which family it is, where `source` is a folder of adapters.
+    """The processor of a model folder or hub id, with the model's chat template on its tokenizer; None for a text
+    model. `model`: the source of the config that tells the family, if `source` is a folder of adapters.
 
     Raises:
-        ConfigError: it cannot be loaded or not be trained with; the text says what is missing, or why.
+        ConfigError: it cannot be loaded or trained with; the message says what is missing, or why.
     """
     name = processor_class(source)
     if name is None:
         return None
     try:
         processor = _load(source, name, trust_remote_code)
-    except Exception as error:  # whatever the loader of a format or code of the model raises
+    except Exception as error:  # format loaders and the model's own code may raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         wanted = [name for name in ("torchvision", "torchaudio") if name in str(error).lower() and not _has(name)]
         if wanted:
             reason = f"transformers has it with {wanted[0]} only: pip install the {wanted[0]} that goes with your torch"
         elif re.search("PIL|Pillow", str(error)) and not _has("PIL"):
-            reason = "pictures need Pillow: pip install 'shardproof[media]'"
+            reason = "images need Pillow: pip install 'shardproof[media]'"
         raise ConfigError(f"The processor {name} of {source} cannot be loaded: {reason}") from error
     note_batches(processor.tokenizer)
-    if name == VOXTRAL:  # its own calls, in what is saved, read this file alone
+    if name == VOXTRAL:  # once saved, its own methods read only this file
         processor.tokenizer.tekken_as_loaded = (_tekken_of(source), len(processor.tokenizer))
     _check_kind(type(processor))
     _check_places(processor)
@@ -58,7 +58,7 @@ def load_processor(source: str, trust_remote_code: bool = False, model: str | No
 
 
 def processor_if_there(source: str, trust_remote_code: bool = False) -> Any:
-    """As `load_processor`, for a model of which there may be a config alone: None where the processor cannot be loaded.
+    """As `load_processor`, for a model that may consist of a config alone: None if the processor cannot be loaded.
 
     Raises:
         ConfigError: it is of a kind that `load_processor` refuses.
@@ -75,7 +75,7 @@ def processor_if_there(source: str, trust_remote_code: bool = False) -> Any:
         raise ConfigError(_REFUSED[kind])
     try:
         processor = _load(source, name, trust_remote_code) if name is not None else None
-    except Exception:  # told when it is trained
+    except Exception:  # reported when it is trained
         return None
     if processor is not None:
         _check_places(processor)
@@ -83,56 +83,55 @@ def processor_if_there(source: str, trust_remote_code: bool = False) -> Any:
 
 
 def _check_kind(cls: Any) -> None:
-    """Raise ConfigError for a class of processors of a model that no command can train."""
+    """Raise ConfigError for the processor class of a model that no command can train."""
     _check_causal(cls)
     _check_answers_in_words(cls)
     _check_takes_files(cls)
 
 
 def _check_answers_in_words(cls: Any) -> None:
-    """Raise ConfigError for a processor whose labels are sounds. What others make with `output_labels`, as those of
-    models that write down what is said, are words."""
+    """Raise ConfigError for a processor whose labels are audio. Those that others make with `output_labels`, as
+    processors of transcription models do, are text."""
     if cls.__name__ in _SPEAK:
         raise ConfigError(
-            f"{cls.__name__} is that of a model whose answers are sounds, and the commands train answers in words."
-            " A script of transformers' Trainer trains it at any stage, on what its processor makes with"
+            f"{cls.__name__} belongs to a model whose answers are audio; the commands train answers in text."
+            " A script with transformers' Trainer trains it at any stage, on the output of its processor with"
             " `output_labels=True`, as sharded(Trainer): from shardproof.integrations.transformers import sharded."
         )
 
 
 def _check_causal(cls: Any) -> None:
-    """Raise ConfigError for a processor that wants answers by themselves, as PaliGemma's does: in a row as ours are,
-    its model would see of an answer what comes later."""
+    """Raise ConfigError for a processor that takes answers separately, like PaliGemma's: in rows like ours, its model
+    would see later tokens of an answer."""
     if "suffix" in inspect.signature(cls.__call__).parameters:
         raise ConfigError(
-            f"{cls.__name__} is of a kind that cannot be trained here: its model looks in both directions"
-            " at all but a `suffix`, and would see the answers that it is to learn. Take a model that reads from left"
-            " to right."
+            f"{cls.__name__} cannot be trained here: its model attends in both directions except within a"
+            " `suffix`, so it would see the answers that it is to learn. Use a model that reads from left to right."
         )
 
 
 def _check_takes_files(cls: Any) -> None:
-    """Raise ConfigError for a processor that takes no file beside a text, or no text, as that of Voxtral's realtime
-    kind."""
+    """Raise ConfigError for a processor that takes no files along with a text, or no text, like that of realtime
+    Voxtral."""
     if cls.__name__ == VOXTRAL:
         return  # it does here, see `prepared`
     parameters = inspect.signature(cls.__call__).parameters
     files = {"images", "audio", "videos"} & set(parameters)
     if files and "text" not in parameters:
         raise ConfigError(
-            f"{cls.__name__} takes files without a text, so that no question or answer can stand beside them. Models"
+            f"{cls.__name__} takes files without text, so there is no place for questions and answers. Models"
             " with this processor cannot be used here."
         )
     if "text" in parameters and not files:
         raise ConfigError(
-            f"{cls.__name__} takes a text alone, and files only in conversations of its own form, whose answers cannot"
-            " be found among the tokens. Models with this processor cannot be used here."
+            f"{cls.__name__} takes text alone, and files only in conversations in its own format, in which answers"
+            " cannot be located among the tokens. Models with this processor cannot be used here."
         )
 
 
 def _check_places(processor: Any) -> None:
-    """Raise ConfigError for a processor that does not put files where a text has marks for them: BLIP-2's puts a
-    picture before a text that has no mark."""
+    """Raise ConfigError for a processor that does not put files where the text has marks for them: BLIP-2's puts an
+    image before a text without marks."""
     if _puts_pictures_by_itself(processor):
         raise ConfigError(puts_first(type(processor).__name__))
 
@@ -140,22 +139,22 @@ def _check_places(processor: Any) -> None:
 def puts_first(processor: str) -> str:
     """The text of an error about a processor of this class."""
     return (
-        f"{processor} puts a picture before a text by itself, wherever the text wants it, so that answers cannot be"
-        " found among the tokens. Models with this processor cannot be used here."
+        f"{processor} puts an image before the text, wherever its mark is, so answers cannot be located"
+        " among the tokens. Models with this processor cannot be used here."
     )
 
 
 def writes_more(processor: str) -> str:
     """The text of an error about a processor of this class."""
     return (
-        f"{processor} writes into a text more than its files, so that answers cannot be found among the tokens. Models"
+        f"{processor} adds more than files to a text, so answers cannot be located among the tokens. Models"
         " with this processor cannot be trained here."
     )
 
 
-_SPEAK = ("CsmProcessor", "HiggsAudioV2Processor")  # those of models that answer in sounds
+_SPEAK = ("CsmProcessor", "HiggsAudioV2Processor")  # processors of models that answer in audio
 
-# Of a processor that is there it is seen what it does; of these a config alone is to tell.
+# A processor that is present is tried; for these, the config alone must tell.
 _REFUSED = {"kosmos-2.5": puts_first("Kosmos2_5Processor")}
 
 
@@ -168,13 +167,13 @@ def _puts_pictures_by_itself(processor: Any) -> bool:
     try:
         made = processor(images=[[Image.new("RGB", (64, 64))]], text=["a"])
         return processor.tokenizer.convert_tokens_to_ids(str(token)) in made["input_ids"][0]
-    except Exception:  # a picture without a place is an error, as it should be
+    except Exception:  # an image without a mark is an error, as it should be
         return False
 
 
 def prepared(processor: Any) -> Any:
-    """The processor, its tokenizer with the chat template of both and something to pad with; what a sound becomes does
-    not depend on its batch."""
+    """The processor, with a chat template and a padding token on its tokenizer; the result for audio does not depend on
+    its batch."""
     tokenizer = processor.tokenizer
     template = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
     tokenizer.chat_template = processor.chat_template = template
@@ -184,14 +183,14 @@ def prepared(processor: Any) -> Any:
 
 
 def note_batches(tokenizer: Any) -> None:
-    """Keep on a tokenizer that was just loaded how its file pads and cuts batches, see `write_processing`."""
+    """Remember on a freshly loaded tokenizer how its file pads and truncates batches; see `write_processing`."""
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         tokenizer.batches_as_loaded = (backend.padding, backend.truncation)
 
 
 def write_processing(processing: Any, folder: str | Path) -> None:
-    """Write a processor or a tokenizer to a folder, as it was loaded: `tokenizer.json` would say how the last batch
-    was padded and cut, and whoever loads it would do so with all texts. `tekken.json` knows no token that was added."""
+    """Write a processor or a tokenizer to a folder as it was loaded: otherwise `tokenizer.json` would contain the
+    padding and truncation of the last batch and apply it to all texts. `tekken.json` does not contain added tokens."""
     tokenizer = getattr(processing, "tokenizer", processing)
     if (noted := getattr(tokenizer, "batches_as_loaded", None)) is not None:
         backend, (padding, truncation) = tokenizer.backend_tokenizer, noted
@@ -204,18 +203,19 @@ def write_processing(processing: Any, folder: str | Path) -> None:
 
 
 def file_parts(processor: Any) -> dict[str, str]:
-    """The classes of a processor's parts that prepare files. transformers has one for pictures with torchvision and one
-    with PIL, whose values differ in the last of 8 bits, and takes what is installed: what it saves does not tell."""
+    """The classes of a processor's parts that prepare files. transformers has an image class for torchvision and one
+    for PIL, whose values differ in the last of 8 bits; it uses whatever is installed, and saved files do not say
+    which."""
     names = ("image_processor", "video_processor", "feature_extractor")
     parts = {name: getattr(processor, name, None) for name in names}
     return {name: type(part).__name__ for name, part in parts.items() if part is not None}
 
 
 def scaling_down(processor: Any, most: int) -> int | None:
-    """Have a processor itself scale larger pictures down to `most` pixels. Returns to how many; None where it cannot.
+    """Make a processor scale larger images down to `most` pixels. Returns the actual limit; None if it cannot.
 
-    Those whose pictures become a grid of patches (the Qwens') count pixels: `longest_edge` of theirs is not an edge.
-    They scale small pictures up to `shortest_edge` pixels, which is the least that a picture can be limited to.
+    Processors that turn images into grids of patches (the Qwens') count pixels: their `longest_edge` is not an edge.
+    They scale small images up to `shortest_edge` pixels, which is therefore the lowest possible limit.
     """
     images: Any = getattr(processor, "image_processor", None)
     if "max_pixels" not in getattr(getattr(images, "valid_kwargs", None), "__annotations__", ()):
@@ -226,8 +226,8 @@ def scaling_down(processor: Any, most: int) -> int | None:
 
 
 def square_of_token(processor: Any) -> tuple[int, int] | None:
-    """The side in pixels of the square that becomes a token, and how many of them a picture has at least, of processors
-    that cut pictures into such squares, scaled to whole ones (the Qwens' and their like); None of others."""
+    """For processors that scale and cut images into squares (the Qwens' and similar ones): the side in pixels of the
+    square that becomes a token, and the smallest number of squares. None for others."""
     images: Any = getattr(processor, "image_processor", None)
     patch, merged = (getattr(images, name, None) for name in ("patch_size", "merge_size"))
     scales = "max_pixels" in getattr(getattr(images, "valid_kwargs", None), "__annotations__", ())
@@ -237,7 +237,7 @@ def square_of_token(processor: Any) -> tuple[int, int] | None:
 
 
 def processor_class(source: str) -> str | None:
-    """The name of the processor's class, as the model's files say it; None where it needs a tokenizer only."""
+    """The name of the processor's class in the model's files; None if only a tokenizer is needed."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
     from transformers.utils import cached_file
 
@@ -252,7 +252,7 @@ def processor_class(source: str) -> str | None:
     return PROCESSOR_MAPPING_NAMES.get(kind) if kind and media else None
 
 
-# A file that is not there is no error.
+# A missing file is not an error.
 QUIET = {
     "_raise_exceptions_for_missing_entries": False,
     "_raise_exceptions_for_gated_repo": False,
@@ -261,14 +261,14 @@ QUIET = {
 
 
 def said_by(source: str, file: str) -> dict[str, Any]:
-    """What a JSON file of a model folder or hub id says; nothing where there is none. A config that lies
-    alone may be the source."""
+    """The contents of a JSON file of a model folder or hub id; empty if there is none. The source may be a config
+    file."""
     content = content_of(source, file)
     return content if isinstance(content, dict) else {}
 
 
 def content_of(source: str, file: str) -> Any:
-    """What a JSON file of a model folder or hub id holds; None where there is none."""
+    """The contents of a JSON file of a model folder or hub id, or None."""
     from transformers.utils import cached_file
 
     folder = Path(source).expanduser()
@@ -289,11 +289,12 @@ def _load(source: str, name: str, trust_remote_code: bool) -> Any:
 
 
 def load_fast_tokenizer(source: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model folder or hub id, as transformers loads it, but never by the package mistral-common.
+    """The tokenizer of a model folder or hub id, as transformers loads it, but never through the package
+    mistral-common.
 
-    Where that is installed (vLLM brings it), transformers reads `tekken.json` by it, whatever lies beside it. Such a
-    tokenizer has no chat template and no offsets, by which answers are found. Where there is no other file it is
-    converted, with the chat template that mistral-common writes for it, if there is none either.
+    If that is installed (vLLM depends on it), transformers reads `tekken.json` with it, whatever other files there are.
+    Such a tokenizer has no chat template and no offsets, which we need to locate answers. If there is no other file,
+    `tekken.json` is converted, with the chat template that mistral-common writes for it unless there is one.
     """
     import transformers
 
@@ -310,7 +311,7 @@ def load_fast_tokenizer(source: str, trust_remote_code: bool = False) -> Any:
 
 
 def _tekken_of(source: str) -> str | None:
-    """The file of Mistral's own form of tokenizers, if the model has one."""
+    """The file in Mistral's own tokenizer format, if the model has one."""
     from transformers.utils import cached_file
 
     found = None if Path(source).expanduser().is_file() else cached_file(source, TEKKEN, **QUIET)
@@ -340,8 +341,8 @@ def _part(attribute: str, source: str, values: Mapping[str, Any]) -> Any:
 
 @functools.cache
 def with_our_videos(cls: Any) -> Any:
-    """A class derived from this one of transformers' processors, of the same name, that takes a video processor of
-    ours. See [Note: without torchvision]."""
+    """A class derived from this processor class of transformers, with the same name, that accepts our video processor.
+    See [Note: without torchvision]."""
 
     def check_argument_for_proper_class(self: Any, name: str, value: Any) -> Any:
         return type(value) if name == "video_processor" else cls.check_argument_for_proper_class(self, name, value)

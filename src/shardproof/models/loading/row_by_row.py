@@ -1,9 +1,9 @@
-"""Processors and models that come with their own code, behind the calls of transformers' own.
+"""Processors and models that come with their own code, wrapped to be called like transformers' own.
 
-[Note: row by row] A processor of that kind (MiniCPM-V 2.6) pads on the left and counts the places of pictures from
-there, and its pictures lie in lists, one for each row. So each row goes in by itself, and rows are put together here,
-padded on the right as everywhere. It does not say what it puts in the place of a picture either: the data room finds
-answers by encoding what stands before them.
+[Note: row by row] A processor of that kind (MiniCPM-V 2.6) pads on the left and counts the places of images from there,
+and takes images as one list per row. So each row is processed separately, and rows are put together here, padded on the
+right as everywhere. It does not say what it inserts for an image either: the data package locates answers by encoding
+the text before them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# What a forward that takes one dict hands on to its language model.
+# The inputs that a forward with one dict passes on to its language model.
 _HANDED_ON = (
     "attention_mask",
     "labels",
@@ -21,18 +21,19 @@ _HANDED_ON = (
     "output_attentions",
 )
 
-# What such a model looks at before it generates; all else is for the generation.
+# The inputs that such a model reads before it generates; the others are for the generation.
 _DATA = ("input_ids", "position_ids", "pixel_values", "tgt_sizes", "image_bound", "image_sizes")
 
 
 def row_by_row(processor: Any, marks: Mapping[str, str]) -> Any:
-    """The same processor, called as those of transformers are: text, and pictures as a list for each row.
+    """The same processor, called like those of transformers: with texts, and images as one list per row.
 
     Args:
-        marks: what stands for a file of each kind in a text.
+        marks: the mark of each kind of file in a text.
 
-    It begins texts as it likes (`begins_texts`). Its batches have `input_ids`, `attention_mask` and `position_ids`
-    (each int64, rows x length, padded on the right), and a list with an element for each row of everything else.
+    It may add tokens at the start of a text (`begins_texts`). Its batches have `input_ids`, `attention_mask` and
+    `position_ids` (each int64, rows x length, padded on the right), and a list with one element per row for everything
+    else.
     """
     cls = type(processor)
 
@@ -61,11 +62,11 @@ def _batch(processor: Any, ids: list[Any], made: list[dict[str, Any]]) -> dict[s
 
 
 def _complete(inputs: dict[str, Any]) -> dict[str, Any]:
-    """With what code of that kind looks for, where words alone are given: there is no file in any row."""
+    """Inputs of text alone, completed with the keys that such code expects: no row has a file."""
     import torch
 
     ids = inputs.get("input_ids")
-    if ids is None or "pixel_values" in inputs:  # as the processor makes it
+    if ids is None or "pixel_values" in inputs:  # complete already
         return inputs
     places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     none: dict[str, Any] = {name: [[] for _ in ids] for name in ("pixel_values", "tgt_sizes", "image_sizes")}
@@ -74,11 +75,11 @@ def _complete(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def fed_with_data(model: Any) -> Any:
-    """The same model (changed in place), whose forward takes inputs by name and gives them on in one dict.
+    """The same model (changed in place), whose forward takes inputs by name and passes them on in one dict.
 
-    Its `generate` is that of its language model, behind `get_vllm_embedding`, which puts what was seen among the words:
-    it takes what transformers' own takes, and returns the question with its answer, (rows, length). The one of such
-    code wants a tokenizer and works in inference mode, where nothing can be gathered.
+    Its `generate` is that of its language model, after `get_vllm_embedding`, which inserts the image features into the
+    text embeddings: it takes the same arguments as transformers' own, and returns the prompt with its answer, (rows,
+    length). The model's own one needs a tokenizer and runs in inference mode, where nothing can be gathered.
     """
     cls = type(model)
 

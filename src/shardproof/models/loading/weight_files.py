@@ -1,4 +1,4 @@
-"""The files that a model's weights lie in, as far as this machine has them, and their tensors."""
+"""The files of a model's weights, as far as this machine has them, and their tensors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin", "pytorch_model.bin.index.json"
-TENSORS, VALUES = 64, 256  # of a model, and of each of these, in a sample
+TENSORS, VALUES = 64, 256  # sampled from a model, and from each tensor
 
 
 def sample_of(name_or_path: str) -> str | None:
-    """A checksum of values here and there in a model's weights: the same wherever they lie and however they are cut
-    into files, and another one if the model was trained on, cast, or saved under other names since. None if they are
-    not on this machine."""
+    """A checksum of sampled values of a model's weights. It does not depend on their location or on how they are split
+    into files, and changes if the model was trained further, cast, or saved under other names. None if they are not on
+    this machine."""
     from safetensors import SafetensorError
 
     try:
@@ -29,14 +29,14 @@ def sample_of(name_or_path: str) -> str | None:
         for name in names:
             of_files[found[name]].append(name)
         few = {name: part for file in of_files for name, part in _few(file, of_files[file])}
-    except (OSError, SafetensorError, AttributeError, ValueError, LookupError):  # who loads it says what is wrong
+    except (OSError, SafetensorError, AttributeError, ValueError, LookupError):  # loading will report what is wrong
         return None
     return f"{zlib.crc32(b''.join(few[name] for name in names)):08x}" if names else None
 
 
 def files_of(name_or_path: str, **how: bool) -> dict[str, Path]:
-    """Each tensor of a model with its file, as far as this machine has the lists of them."""
-    for whole, index in ((WEIGHTS, INDEX), PICKLED):  # as transformers prefers them
+    """Each tensor of a model with its file, as far as this machine has the indexes."""
+    for whole, index in ((WEIGHTS, INDEX), PICKLED):  # in transformers' order of preference
         for name in (whole, index):
             file = cached(name_or_path, name, **how)
             if file is not None:
@@ -45,7 +45,7 @@ def files_of(name_or_path: str, **how: bool) -> dict[str, Path]:
 
 
 def read(file: Path, names: list[str]) -> Iterator[tuple[str, Any]]:
-    """These tensors of a file."""
+    """Read these tensors of a file."""
     from safetensors import safe_open
 
     if file.suffix == ".safetensors":
@@ -57,8 +57,8 @@ def read(file: Path, names: list[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _few(file: Path, names: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Of these tensors, dtype and values out of the middle: in tables of tokens, the first rows are often never
-    trained."""
+    """The dtype of each of these tensors and some values from its middle: the first rows of token tables are often
+    never trained."""
     import torch
     from safetensors import safe_open
 
@@ -78,7 +78,7 @@ def _few(file: Path, names: list[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def _unpickled(file: Path) -> dict[str, Any]:
-    """The tensors of a file of torch's, read from it when they are looked at, where it is of a kind that can be."""
+    """The tensors of a torch file, read lazily if its format allows."""
     import torch
 
     with file.open("rb") as content:
@@ -90,7 +90,7 @@ def _unpickled(file: Path) -> dict[str, Any]:
 
 
 def cached(name_or_path: str, name: str, **how: bool) -> Any:
-    """A file of a folder or of a model on the hub, or None: also if the folder is gone, or the hub cannot be asked."""
+    """A file of a folder or of a model on the hub; None also if the folder is gone, or the hub cannot be reached."""
     from transformers.utils import cached_file
 
     quiet = dict.fromkeys((f"_raise_exceptions_for_{what}" for what in ("missing_entries", "connection_errors")), False)
@@ -102,7 +102,7 @@ def cached(name_or_path: str, name: str, **how: bool) -> Any:
 
 
 def weight_map(folder: Path, whole: str = WEIGHTS, index: str = INDEX) -> dict[str, str]:
-    """Each tensor of a folder with the name of its file, of which only the list is read."""
+    """Each tensor of a folder with the name of its file, from the index or header alone."""
     from safetensors import safe_open
 
     if (folder / whole).is_file():

@@ -1,4 +1,4 @@
-"""Whether the files of a model folder are whole, as far as that can be seen without reading weights."""
+"""Whether the files of a model folder are complete, as far as that can be checked without reading weights."""
 
 from __future__ import annotations
 
@@ -7,35 +7,37 @@ from pathlib import Path
 
 from shardproof.errors import ConfigError
 
-ADAPTER = "adapter_config.json"  # of PEFT's
+ADAPTER = "adapter_config.json"  # PEFT's
 OF_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _SAID = ("config.json", ADAPTER, "generation_config.json", "tokenizer_config.json", "*.index.json")
 
 
 def check_whole_files(folder: Path) -> None:
-    """Raise ConfigError for a folder in which a file was cut off while it was written or copied, or changed since, or
-    where adapters lack their weights. Imports nothing."""
+    """Raise ConfigError for a folder with a file that was truncated or changed, or with adapters without weights.
+    Imports nothing heavy."""
     for pattern in _SAID:
         for file in folder.glob(pattern):
             _check_json(file)
     for file in folder.glob("*.safetensors"):
         _check_safetensors(file)
     if (folder / ADAPTER).is_file() and not any((folder / name).is_file() for name in OF_ADAPTERS):
-        raise ConfigError(f"{folder} has no {OF_ADAPTERS[0]} beside its {ADAPTER}. Was it copied in part?")
+        raise ConfigError(f"{folder} has no {OF_ADAPTERS[0]} next to its {ADAPTER}. Was it only partly copied?")
 
 
 def _check_json(file: Path) -> None:
     try:
-        why = "" if isinstance(json.loads(file.read_text(encoding="utf-8")), dict) else "it is no JSON object"
+        why = "" if isinstance(json.loads(file.read_text(encoding="utf-8")), dict) else "it is not a JSON object"
     except (OSError, ValueError) as error:
         why = str(getattr(error, "strerror", None) or error)
     if why:
-        raise ConfigError(f"{file} cannot be read: {why}.\nIt was cut off, or changed since: put a whole one there.")
+        raise ConfigError(
+            f"{file} cannot be read: {why}.\nIt was truncated or changed: replace it with a complete copy."
+        )
 
 
 def _check_safetensors(file: Path) -> None:
-    """The first eight bytes are the length of the header, which says where tensors end; a text file in place of weights
-    gives a huge one."""
+    """The first eight bytes are the length of the header, which says where tensors end; for a text file in place of
+    weights, that is a huge number."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -47,6 +49,6 @@ def _check_safetensors(file: Path) -> None:
         tensors = json.loads(header)
         ends = [part["data_offsets"][1] for name, part in tensors.items() if name != "__metadata__"]
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise ConfigError(f"{file} is cut off, or not a safetensors file.") from None
+        raise ConfigError(f"{file} is truncated, or not a safetensors file.") from None
     if size < (whole := 8 + length + max(ends, default=0)):
-        raise ConfigError(f"{file} is cut off: it has {size:,} bytes of {whole:,}. Copy it again.")
+        raise ConfigError(f"{file} is truncated: it has {size:,} bytes of {whole:,}. Copy it again.")

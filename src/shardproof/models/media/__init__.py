@@ -1,1 +1,1 @@
-"""What models make of sounds, frames of videos and spoken answers."""
+"""How models process audio, video frames and spoken answers."""

@@ -1,13 +1,13 @@
-"""Processors of transformers that are called otherwise than the others, behind the calls of these.
+"""Processors of transformers with an unusual interface, wrapped to be called like the others.
 
-What is saved is what transformers would save, and their own other calls still work.
+Saved files are what transformers would save, and the processors' own other methods still work.
 
-[Note: from a text] Voxtral's takes sounds in conversations only, which mistral-common encodes, so that nobody could
-tell which tokens are the answer. Here `[AUDIO]` in a text becomes the tokens that mistral-common writes for a sound:
-one that begins it, and one for every eight frames of the 30 seconds, or as many times 30, that it is filled up to.
+[Note: from a text] Voxtral's processor takes audio only in conversations, which mistral-common encodes, so nobody could
+tell which tokens are the answer. Here `[AUDIO]` in a text becomes the tokens that mistral-common writes for audio: one
+to begin it, and one for every eight frames of its length, padded to a multiple of 30 seconds.
 
-[Note: what begins a text] Emu3's puts a token before each text, whatever it begins with, and says places without it.
-Here it puts none, and `begins_with` tells who renders texts that they begin so.
+[Note: the start of a text] Emu3's processor puts a token before each text, whatever it begins with, and reports places
+without counting it. Here it adds none, and `begins_with` tells code that renders texts to begin them with it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shardproof.models.derived import derived
 
 VOXTRAL, EMU3 = "VoxtralProcessor", "Emu3Processor"
 _BEGIN = "[BEGIN_AUDIO]"
-_FRAMES = 8  # to a token: two by a convolution, four by the projector
+_FRAMES = 8  # per token: two by a convolution, four by the projector
 
 
 def called_alike(processor: Any) -> Any:
-    """The same processor (changed in place, if it is one of those), called with texts and files in their places."""
+    """The same processor (changed in place if it is one of those), called with texts and files in their places."""
     cls: Any = type(processor)
     derive = {VOXTRAL: _taking_texts, EMU3: _beginning_nothing}.get(cls.__name__)
     if derive is not None:
@@ -45,7 +45,7 @@ def _taking_texts(cls: Any) -> Any:
         return {"input_features": torch.cat(alone)}, [_BEGIN + count * str(self.audio_token) for count in tokens]
 
     def apply_chat_template(self: Any, conversation: Any, *args: Any, **options: Any) -> Any:
-        as_text = options.get("tokenize") is False  # as TRL asks; theirs gives tokens then, too
+        as_text = options.get("tokenize") is False  # TRL asks for this; their own method returns tokens even so
         return (ProcessorMixin if as_text else cls).apply_chat_template(self, conversation, *args, **options)
 
     own = {"__call__": ProcessorMixin.__call__, "_process_audio": process_audio}
@@ -54,7 +54,7 @@ def _taking_texts(cls: Any) -> Any:
 
 @functools.cache
 def _beginning_nothing(cls: Any) -> Any:
-    """See [Note: what begins a text]."""
+    """See [Note: the start of a text]."""
     from transformers.processing_utils import ProcessorMixin
 
     own = {

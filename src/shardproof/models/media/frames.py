@@ -1,9 +1,9 @@
-"""Models of transformers that take the frames of a video for pictures of their own.
+"""Models of transformers that take video frames for images.
 
-[Note: frames] In a text of GLM-4V a frame of a video takes the token of a picture, between the marks that open and
-close the video. Its models count all such tokens as those of the pictures, and again as those of the videos, so that
-rows with both, or two such rows in one batch, fail. Here a token counts as what the marks around it say. In those of
-Molmo 2 a frame takes the tokens of a picture, too, and its model refuses a batch with both.
+[Note: frames] In a text for GLM-4V, a video frame uses the image token, between the marks that open and close the
+video. Its models count all such tokens as image tokens, and again as video tokens, so that rows with both, or two such
+rows in one batch, fail. Here a token counts according to the marks around it. In Molmo 2, a frame also uses image
+tokens, and the model refuses a batch with both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ONE_TOKEN = ("Glm4vModel", "Glm4vMoeModel", "Glm46VModel", "GlmOcrModel")
 
 
 def frames_told_apart(model: Any) -> None:
-    """Have a model (changed in place) take pictures and videos in one batch. See [Note: frames]."""
+    """Make a model (changed in place) accept images and videos in one batch. See [Note: frames]."""
     for module in model.modules():
         cls: Any = type(module)
         if cls.__module__.startswith("transformers."):
@@ -55,7 +55,7 @@ def _merging(cls: Any) -> Any:
         if input_ids is None or pixel_values is None or pixel_values_videos is None:
             seen = {"pixel_values": pixel_values, "pixel_values_videos": pixel_values_videos}
             return cls.forward(self, input_ids=input_ids, **seen, **inputs)
-        inputs.pop("mm_encoder_outputs", None)  # nothing: the model refuses it beside files
+        inputs.pop("mm_encoder_outputs", None)  # None: the model refuses it along with files
         of_images, of_videos = (
             [inputs.pop(name, None) for name in (f"{kind}_token_pooling", f"{kind}_grids")]
             for kind in ("image", "video")

@@ -1,15 +1,15 @@
-"""Models of transformers whose forward ends at pictures, or rows, that others take.
+"""Models of transformers whose forward fails on images or rows that others accept.
 
-[Note: one token] Mistral 3 and Mistral Large 4 take the dimension of the tokens away where a batch has one picture of a
-single token (28 x 28 pixels and less), and cannot split what is left. Such a picture goes in twice here, and comes out
-once.
+[Note: one token] Mistral 3 and Mistral Large 4 drop the token dimension if a batch has one image of a single token (28
+x 28 pixels or less), and then fail to split the result. Such an image is processed twice here, and one result is
+dropped.
 
-[Note: image outputs] Llama 4 reads from what its language model gives a field that only its own output has, so that no
-forward of the whole model ends, with or without pictures.
+[Note: image outputs] Llama 4 reads a field from its language model's output that only its own output has, so that every
+forward of the full model fails, with or without images.
 
-[Note: frozen codes] What turns pictures into codes (Emu3's, Chameleon's, Janus's) is frozen, which transformers says by
-`eval()` where it is made, and every trainer undoes by `train()`: Emu3's then normalizes by the pictures of a batch, so
-that codes, and losses, depended on it, and moves the statistics that are saved.
+[Note: frozen codes] The module that turns images into codes (in Emu3, Chameleon, Janus) is frozen, which transformers
+expresses by `eval()` when it is made, and every trainer undoes by `train()`: Emu3's then normalises over the images of
+a batch, so that codes and losses depend on the batch, and updates the statistics that are saved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def pictures_taken(model: Any) -> None:
-    """Have a model (changed in place) take what the notes above are about."""
+    """Fix a model (in place) for the cases in the notes above."""
     for module in model.modules():
         cls: Any = type(module)
         if cls.__module__.startswith("transformers."):

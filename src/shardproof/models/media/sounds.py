@@ -1,9 +1,9 @@
-"""What sounds become, whatever other sounds are in the batch.
+"""Audio features that do not depend on the other audio in the batch.
 
-[Note: each alone] Feature extractors of transformers pad the samples of a batch, and transform them then. So beside a
-longer one a sound has another last frame than alone, where it is mirrored at its end, and some extractors (Whisper's,
-Gemma 3n's) count another number of frames: its row would take other tokens, and have another loss. Here each sound is
-transformed by itself, as it is when one is asked about, and its frames are padded. Models leave out what a mask says.
+[Note: each alone] Feature extractors of transformers pad the samples of a batch before transforming them. So next to a
+longer one, audio has another last frame than alone, where it is mirrored at its end, and some extractors (Whisper's,
+Gemma 3n's) count another number of frames: the row would get other tokens, and another loss. Here each audio is
+transformed separately, as in inference, and its frames are padded. Models leave out masked frames.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from shardproof.models.derived import derived
 
 
 def hearing_each_alone(processor: Any) -> Any:
-    """The same processor (changed in place), to which a sound is the same in any batch. See [Note: each alone]."""
+    """The same processor (changed in place), with results for audio that do not depend on the batch. See [Note: each
+    alone]."""
     for part in ("feature_extractor", "audio_processor"):
         extractor = getattr(processor, part, None)
         if extractor is not None:
@@ -28,12 +29,12 @@ def hearing_each_alone(processor: Any) -> Any:
 
 @functools.cache
 def _each_alone(cls: Any) -> Any:
-    """A class derived from this one of transformers' feature extractors."""
+    """A class derived from this feature extractor class of transformers."""
 
     def call(self: Any, raw_speech: Any, *args: Any, return_tensors: Any = None, **options: Any) -> Any:
         from transformers import BatchFeature
 
-        # Granite Speech's makes tensors whatever is wanted, and takes no such option.
+        # Granite Speech's always makes tensors, and has no such option.
         wanted = {} if return_tensors is None else {"return_tensors": return_tensors}
         arrays = {"return_tensors": "np"} if _takes_wishes(cls) else {}
         if not isinstance(raw_speech, (list, tuple)) or len(raw_speech) < 2 or not hasattr(raw_speech[0], "__len__"):
@@ -53,8 +54,8 @@ def _takes_wishes(cls: Any) -> bool:
 
 
 def _together(alone: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """What was made of single sounds as that of a batch, padded with zeros; None where it differs in size and no mask
-    says what is padding."""
+    """The features of single audios combined into a batch, padded with zeros; None if sizes differ and no mask says
+    what is padding."""
     import numpy as np
 
     made: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""What a talker learns: the codes of a spoken answer, from what the thinker made of question and answer.
+"""Training a talker: the codes of a spoken answer, from the thinker's states for question and answer.
 
-[Note: what the talker is given] Qwen2.5-Omni's talker is trained on what it meets when the model speaks (`generate` in
-transformers). Of the question it gets, for each token, the thinker's embedding and last state added up, without the
-embeddings of pictures and sounds; then a mark that speech begins. From there on each step adds the code before to the
-next token of the answer, and when the answer has ended, a mark of that, and then padding.
+[Note: inputs of the talker] Qwen2.5-Omni's talker is trained on the inputs it gets when the model speaks (`generate` in
+transformers). For each token of the question, it gets the sum of the thinker's embedding and last state, without the
+embeddings of images and audio; then a mark that speech begins. From then on, each step adds the previous code to the
+next token of the answer, and after the end of the answer, to a mark for that, and then to padding.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ def speaking_forward(
 
     Args:
         model: a Qwen-Omni.
-        codes: of the talker, int64, -100 behind the end and where there is no speech; (rows, longest), or (rows,
-            longest, groups) where the frames of the model are groups.
-        codes_loss: that of its talker, `codes_loss` of this module or of `speech_groups`.
+        codes: the talker's codes, int64, -100 after the end and where there is no speech; (rows, longest), or (rows,
+            longest, groups) if the model's frames are groups of codes.
+        codes_loss: the loss of its talker, `codes_loss` of this module or of `speech_groups`.
         inputs: for the thinker.
 
-    Returns: the thinker's output. The loss of the codes is added to its loss, each code weighing as much as a token.
+    Returns: the thinker's output. The loss of the codes is added to its loss; a code weighs as much as a token.
     """
     if codes is None or not model.has_talker or "labels" not in inputs:
         return model.thinker(**inputs)
-    # PEFT's models pass what they take by name, if only as None.
+    # PEFT models pass all their named arguments, even if None.
     out = model.thinker(**{**inputs, "output_hidden_states": True})
     out.loss = out.loss + codes_loss(model, inputs, out.hidden_states, codes)
     return out
 
 
 def codes_loss(model: Any, inputs: dict[str, Any], states: Any, codes: torch.Tensor) -> torch.Tensor:
-    """Of Qwen2.5-Omni's talker, from the thinker's states."""
+    """The loss of Qwen2.5-Omni's talker, from the thinker's states."""
     import torch
 
     heard = _without_files(model, inputs["input_ids"], states[0]) + states[-1]  # (rows, length, width)
@@ -65,8 +65,8 @@ def _spoken(codes: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
 def _row(
     model: Any, heard: torch.Tensor, inputs: dict[str, Any], i: int, places: torch.Tensor, codes: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the talker is given for one row (length, width), what it should say at each place, and the places (3,
-    length). See [Note: what the talker is given]."""
+    """The talker's inputs for one row (length, width), its targets at each place, and the places (3, length). See
+    [Note: inputs of the talker]."""
     import torch
 
     talker, words = model.talker, model.thinker.get_input_embeddings()
@@ -91,7 +91,7 @@ def _row(
 
 
 def answer_of(labels: torch.Tensor) -> tuple[int, int]:
-    """Where the last answer of a row begins and ends."""
+    """The start and end of the last answer of a row."""
     learnt = labels.ne(IGNORE).tolist()
     end = len(learnt) - learnt[::-1].index(True)
     start = end - next((k for k, is_learnt in enumerate(learnt[:end][::-1]) if not is_learnt), end)
@@ -99,7 +99,7 @@ def answer_of(labels: torch.Tensor) -> tuple[int, int]:
 
 
 def _voice(model: Any) -> int:
-    """The mark with which a voice begins to speak: that of the first the model has."""
+    """The mark that begins speech in the model's first voice."""
     voice = next(iter(model.speaker_map.values()), None)
     return int(voice["bos_token"]) if voice else int(model.talker.text_bos_token)
 
@@ -111,7 +111,7 @@ def _without_files(model: Any, ids: torch.Tensor, embeddings: torch.Tensor) -> t
 
 
 def places_of(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """Positions of time, height and width: int64 of shape (3, rows, length)."""
+    """Positions in time, height and width: int64 of shape (3, rows, length)."""
     sounds = inputs.get("feature_attention_mask")
     return model.thinker.get_rope_index(
         inputs["input_ids"],
@@ -125,7 +125,7 @@ def places_of(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def padded(values: torch.Tensor, length: int, value: int = 0) -> torch.Tensor:
-    """These, and the value behind them up to that length: along the first dimension."""
+    """`values` padded with `value` to `length` along the first dimension."""
     import torch
 
     missing = values.new_full((length - len(values), *values.shape[1:]), value)

@@ -1,11 +1,11 @@
-"""What the talker of Qwen3-Omni learns: spoken answers whose frames are groups of codes.
+"""Training the talker of Qwen3-Omni: spoken answers whose frames are groups of codes.
 
-[Note: what this talker is given] The first code of a frame is the talker's own, the others are those of its code
-predictor. As in `generate` of transformers: of what users said the talker gets the thinker's embeddings of the words
-and, in the place of files, its states at one layer, each through a projection. Nine marks open the answer, the first
-word of which is among them. From there on each step adds the embeddings of all codes of the frame before to the next
-word of the answer, and when it has ended, a mark of that, and then padding. The code predictor gets the talker's state
-from which the first code was said, that code, and then each code after the other.
+[Note: inputs of this talker] The talker predicts the first code of a frame, and its code predictor the others. As in
+transformers' `generate`: for the user's turns, the talker gets the thinker's embeddings of the text and, in place of
+files, its states at one layer, each through a projection. Nine marks open the answer, and include its first token. From
+then on, each step adds the embeddings of all codes of the previous frame to the next token of the answer, and after its
+end, to a mark for that, and then to padding. The code predictor gets the talker's state that predicted the first code,
+that code, and then one code after another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MARKS = 9  # places that open the answer
 
 
 def codes_loss(model: Any, inputs: dict[str, Any], states: Any, codes: torch.Tensor) -> torch.Tensor:
-    """Of Qwen3-Omni's talker, from the thinker's states."""
+    """The loss of Qwen3-Omni's talker, from the thinker's states."""
     import torch
 
     accepted = states[model.config.talker_config.accept_hidden_layer]
@@ -33,7 +33,7 @@ def codes_loss(model: Any, inputs: dict[str, Any], states: Any, codes: torch.Ten
     mask = torch.stack([padded(given.new_ones(len(g), dtype=torch.int64), length) for g, _ in rows])
     positions = torch.stack([padded(where.T, length).T for _, where in rows], dim=1)  # (3, rows, length)
     out = model.talker(inputs_embeds=given, attention_mask=mask, position_ids=positions, output_hidden_states=True)
-    said, heard = [], []  # logits of first codes, and the states that they were said from
+    said, heard = [], []  # logits of first codes, and the states they were predicted from
     for k, (_, row) in enumerate(spoken):
         first = len(rows[k][0]) - len(row) - 1
         said.append(out.logits[k, first : first + len(row) + 1])
@@ -48,7 +48,7 @@ def codes_loss(model: Any, inputs: dict[str, Any], states: Any, codes: torch.Ten
 
 
 def _rest_loss(talker: Any, heard: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
-    """The loss, summed up, of the codes behind the first one.
+    """The summed loss of all codes but the first.
 
     Args:
         heard: the talker's states, (frames, width).
@@ -76,11 +76,10 @@ def _row(
     places: torch.Tensor,
     codes: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the talker is given for one row (length, width), and the places (3, length). See [Note: what this talker is
-    given].
+    """The talker's inputs for one row (length, width), and the places (3, length). See [Note: inputs of this talker].
 
     Args:
-        embedded, accepted: what the thinker has of the row, (length, width).
+        embedded, accepted: the thinker's embeddings and states for the row, (length, width).
         codes: (frames, groups).
     """
     import torch
@@ -106,7 +105,7 @@ def _row(
 
 
 def _frames(talker: Any, codes: torch.Tensor) -> torch.Tensor:
-    """The embeddings of all codes of a frame, added up: (frames, width)."""
+    """The sum of the embeddings of all codes of a frame: (frames, width)."""
     others = talker.code_predictor.get_input_embeddings()
     added = talker.get_input_embeddings()(codes[:, 0])
     for g, embed in enumerate(others):
@@ -115,7 +114,7 @@ def _frames(talker: Any, codes: torch.Tensor) -> torch.Tensor:
 
 
 def _asked(config: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Which tokens stand in turns of the user, their marks included: bool of shape (length,)."""
+    """Which tokens are in turns of the user, including marks: bool of shape (length,)."""
     import torch
 
     places = torch.arange(len(ids), device=ids.device)
@@ -125,7 +124,7 @@ def _asked(config: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(places: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
-    """Places of the user's turns (3, tokens), as if nothing stood between them."""
+    """Places of the user's turns (3, tokens), as if nothing were between them."""
     import torch
 
     turns, begin = [], 0
@@ -144,7 +143,7 @@ def _are_files(config: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _codec_marks(config: Any, like: torch.Tensor) -> torch.Tensor:
-    """No thinking, the voice (the first that the model has), and that speech begins."""
+    """The marks for no thinking, for the model's first voice, and for the start of speech."""
     talker = config.talker_config
     voice = next(iter((talker.speaker_id or {}).values()), talker.codec_pad_id)
     thought = (talker.codec_nothink_id, talker.codec_think_bos_id, talker.codec_think_eos_id)

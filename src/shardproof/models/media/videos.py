@@ -1,4 +1,4 @@
-"""Videos where torchvision is not installed: their frames, prepared by the image processor of the same model."""
+"""Videos without torchvision: frames are prepared by the model's image processor."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from transformers.video_utils import VideoMetadata
 
 from shardproof.errors import ConfigError
 
-# What video processors have values of their own for, and image processors take as well.
+# Options for which video processors have their own values, and which image processors also take.
 _VALUES = (
     *("do_resize", "size", "resample", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"),
     *("patch_size", "merge_size", "temporal_patch_size"),
     *("slice_mode", "max_slice_nums", "scale_resolution", "downsample_mode"),
 )
 
-# Where the pixels of all frames together are within `size`, not those of each.
+# Video processors whose `size` limits the pixels of all frames together, not of each.
 _COUNT_ALL_FRAMES = ("Qwen3VLVideoProcessor", "Glm4vVideoProcessor", "Glm46VVideoProcessor")
 
-# Those of transformers that lay videos out as it is done here.
+# Video processors of transformers with the layouts implemented here.
 _KNOWN = ("Qwen2VLVideoProcessor", *_COUNT_ALL_FRAMES, "MiniCPMV4_6VideoProcessor", "InternVLVideoProcessor")
 
 _NEEDS_TORCHVISION = "Videos of this model need torchvision, which is not installed: pip install torchvision"
 
 
 class FrameVideos(PushToHubMixin):
-    """Stands where transformers' processors have a video processor, for the layouts of the families we know: grids of
-    patches over two frames each (the Qwens), one picture a frame (MiniCPM-V), videos as rows of pictures (InternVL).
+    """Replaces the video processor in transformers' processors, for the layouts of known families: grids of patches
+    over two frames each (the Qwens), one image per frame (MiniCPM-V), videos as rows of images (InternVL).
 
     Args:
-        images: the model's image processor. What it knows (size of a patch, mean, scale) holds for frames too, where
-            neither a call nor the config says otherwise.
-        config: what the model's files say about its video processor; it is saved again as it was.
+        images: the model's image processor. Its values (patch size, mean, scale) also apply to frames, unless a call or
+            the config says otherwise.
+        config: the config of the video processor in the model's files; it is saved unchanged.
     """
 
     _auto_class = None
@@ -58,7 +58,7 @@ class FrameVideos(PushToHubMixin):
 
     @property
     def font(self) -> str:
-        """Where the file lies with which times are drawn on frames: ERNIE's processor saves a copy of it."""
+        """The path of the font for drawing times on frames: ERNIE's processor saves a copy of it."""
         return str(self._config.get("font", ""))
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,16 +72,16 @@ class FrameVideos(PushToHubMixin):
         video_metadata: list[Mapping[str, Any]] | None = None,
         **given: Any,
     ) -> BatchFeature:
-        """Prepare videos, each a list of frames (PIL images of one size); all of them are taken.
+        """Prepare videos, each a list of frames (PIL images of one size); all frames are used.
 
         Args:
-            return_metadata: add `video_metadata`, which says when each frame was.
-            video_metadata: of each video what transformers' `VideoMetadata` has.
-            given: values that the video processors of transformers take, `size` and the like.
+            return_metadata: add `video_metadata`, with the time of each frame.
+            video_metadata: for each video, the fields of transformers' `VideoMetadata`.
+            given: options of transformers' video processors, such as `size`.
 
         Raises:
-            ConfigError: the model lays videos out in a way that only its own video processor knows.
-            ValueError: the videos cannot be laid out together.
+            ConfigError: only the model's own video processor supports its layout of videos.
+            ValueError: the videos cannot be put into one batch.
         """
         values = self._values(given)
         if self._name not in _KNOWN and hasattr(transformers, self._name):
@@ -104,16 +104,17 @@ class FrameVideos(PushToHubMixin):
 
     @property
     def _name(self) -> str:
-        """The class that transformers has for it: where the config is silent, the one beside that of pictures."""
+        """The class that transformers has for it: if the config does not say, the counterpart of the image
+        processor."""
         of_images = type(self._images).__name__.removesuffix("Pil")
         return str(self._config.get("video_processor_type") or of_images.replace("ImageProcessor", "VideoProcessor"))
 
     def _values(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What the image processor is called with: values of this call, or else of the config."""
+        """The options for the image processor: values from this call, or else from the config."""
         both = {**self._config, **{name: value for name, value in given.items() if value is not None}}
         if both.get("cap_pixels_per_frame"):
             raise ConfigError(_NEEDS_TORCHVISION)
-        if given.get("size") is None:  # of old, the config names the edges one by one
+        if given.get("size") is None:  # older configs name the edges one by one
             edges = {"shortest_edge": both.get("min_pixels"), "longest_edge": both.get("max_pixels")}
             named = {edge: pixels for edge, pixels in edges.items() if pixels is not None}
             both |= {"size": {**dict(self.size), **named}} if named else {}
@@ -132,7 +133,7 @@ class FrameVideos(PushToHubMixin):
             (_, rows, columns), *others = each["image_grid_thw"].tolist()
             if any(other[1:] != [rows, columns] for other in others):
                 raise ValueError("the frames of a video differ in size")
-            # A picture fills all `depth` frames of its patches: one of them is taken, and neighbours in time go there.
+            # An image fills all `depth` frames of its patches: one of them is taken, and consecutive frames go there.
             pixels = each["pixel_values"].shape[1] // depth // 3
             filled = each["pixel_values"].reshape(len(frames) // depth, depth, rows * columns, 3, depth, pixels)
             patches.append(filled[..., 0, :].transpose(0, 2, 3, 1, 4).reshape(-1, 3 * depth * pixels))
@@ -140,7 +141,7 @@ class FrameVideos(PushToHubMixin):
         return {"pixel_values_videos": np.concatenate(patches), "video_grid_thw": np.array(grids)}
 
     def _resized(self, video: list[Any], depth: int, values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The frames, resized here where that depends on how many there are, and the values for the rest."""
+        """The frames, resized here if that depends on their number, and the options for the remaining steps."""
         if self._name not in _COUNT_ALL_FRAMES or not values.get("do_resize", True):
             return video, values
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
@@ -169,7 +170,7 @@ class FrameVideos(PushToHubMixin):
 
     def _stacked(self, videos: list[list[Any]], values: dict[str, Any]) -> dict[str, Any]:
         if len({len(video) for video in videos}) > 1:
-            raise ValueError("videos with different numbers of frames do not go together")
+            raise ValueError("videos with different numbers of frames cannot be put into one batch")
         frames = [frame for video in videos for frame in video]
         pixels = self._images(frames, return_tensors="pt", **values, crop_to_patches=False)["pixel_values"]
         return {"pixel_values_videos": pixels.unflatten(0, (len(videos), -1))}
