@@ -92,7 +92,7 @@ def test_paligemma_is_refused_by_every_command(paligemma: Any, tmp_path: Path) -
     """Its model looks in both directions at all that is no suffix: rows would show it later tokens of their answers."""
     paligemma.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "paligemma"}')
-    with pytest.raises(ConfigError, match=r"PaliGemmaProcessor .* cannot be trained here: .* in both directions"):
+    with pytest.raises(ConfigError, match=r"PaliGemmaProcessor cannot be trained here: .* in both directions"):
         load_processor(str(tmp_path))
 
 
