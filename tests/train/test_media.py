@@ -121,12 +121,14 @@ def runs(commands, tiny_models, mixed: Path, files: Path):
     voiced.write_text("".join(json.dumps(r if i % 3 else {**r, "codes": [i, 5, 7]}) + "\n" for i, r in enumerate(rows)))
     seen = mixed.with_name("seen.jsonl")
     talking = [*(str(voiced) if arg == str(mixed) else arg for arg in argv), "--train-parts", "thinker,talker"]
-    argv += ["--nproc", "2"]
     ask = ["--prompt", "<image>which digit?", "--image", str(files / "a.png"), "--audio", str(files / "a.wav")]
     return commands(
         [
             ("speaking", [*argv, "--enable-audio-output", "1", "--freeze", "vision,audio", "--workers", "1"]),
-            ("silent", [*argv, "--enable-audio-output", "0", "--part-learning-rates", "vision=0,aligner=0.1"]),
+            (
+                "silent",
+                [*argv, "--nproc", "2", "--enable-audio-output", "0", "--part-learning-rates", "vision=0,aligner=0.1"],
+            ),
             ("lora", [*argv, "--tuner", "lora", "--freeze", "audio"]),
             ("ask", ["infer", "RUNS/lora", *ask, "--max-new-tokens", "4"]),
             ("export", ["export", "RUNS/silent", "OUT"]),

@@ -84,7 +84,7 @@ def whole(commands, sft, rows: Path, packed: Callable[[str], list[str]]):
     return commands(
         [
             ("full", sft("--nproc", "2", "--stage", "3", *more)),
-            ("lora", sft("--nproc", "2", "--stage", "2", "--save-steps", "2", *noisy)),
+            ("lora", sft("--nproc", "1", "--stage", "2", "--save-steps", "2", *noisy)),
         ]
     )
 
@@ -137,7 +137,7 @@ def resumed(whole, commands, sft, rows: Path, tmp_path_factory: pytest.TempPathF
             ("moved", sft(*two, *more, "--resume", step2, "--dataset", str(base / "moved.jsonl"))),
             ("same", sft(*two, *more, "--resume", step2)),
             ("alone", sft("--nproc", "1", "--stage", "0", *more, "--save-total-limit", "1", "--resume", step2)),
-            ("lora", sft("--nproc", "2", "--stage", "2", *noisy, "--resume", str(lora.folder / "checkpoint-2"))),
+            ("lora", sft("--nproc", "1", "--stage", "2", *noisy, "--resume", str(lora.folder / "checkpoint-2"))),
             ("killed", on(base / "killed", *two, *more, "--resume", "auto")),
             ("damaged", on(base / "damaged", *two, *more, "--resume", "auto")),
             ("ended", on(base / "ended", *two, *more, "--resume", "auto")),

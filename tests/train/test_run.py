@@ -38,7 +38,7 @@ def runs(commands, sft, tiny: Path, rows: Path, tmp_path_factory: pytest.TempPat
         [
             ("full", sft("--nproc", "2", "--stage", "3", "--val-split", "0.2", "--system", "be short")),
             ("lora", sft("--nproc", "2", "--stage", "3", "--tuner", "lora", "--target-modules", "q_proj", "v_proj")),
-            ("bf16", sft("--nproc", "2", "--stage", "2", "--precision", "bf16", "--report-to", "tensorboard")),
+            ("bf16", sft("--nproc", "1", "--stage", "2", "--precision", "bf16", "--report-to", "tensorboard")),
             ("skip", ["sft", *made, str(bad), "--bad-rows", "skip", "--max-steps", "1", "--output-dir", "OUT"]),
             ("one", sft("--max-steps", "1")),
             ("warm", sft("--max-steps", "1", "--lr-scheduler", "cosine")),
