@@ -163,6 +163,6 @@ def pairs(record):
         "the row format 'pairs' fails: KeyError: 'n'",
         "'pairs' returned null, not an object",
         "field 'query' is empty",
-        "Expected: what the row format 'pairs' makes into an object",
+        "Expected: rows that the row format 'pairs' converts into an object",
     ):
         assert said in str(caught.value)

@@ -17,7 +17,7 @@ GRPO = ["rlhf", "--rlhf-type", "grpo", "--model", "tiny", "--dataset", "stdlib#8
     ("argv", "said"),
     [
         (["plan"], "--model is missing.\n--model: "),
-        (["sft", "--model", "MS::one", *SFT[3:]], "what ModelScope's hub shall give is named MS::OWNER/NAME"),
+        (["sft", "--model", "MS::one", *SFT[3:]], "names on ModelScope's hub have the form MS::OWNER/NAME"),
         (
             [*SFT, "--report-to", "wandbb"],
             "--report-to wandbb: use one of none, tensorboard, wandb, swanlab, mlflow, trackio. Did you mean wandb?",

@@ -314,8 +314,11 @@ def test_an_option_means_what_it_means_there(theirs, ours):
             "--model-revision v2 is for models from the hub, and --model tiny is not one",
         ),
         ("--adapters run", "--adapters run: there is no such folder. Name a run of adapters"),
-        ("--agent_template llama3", "--agent-template llama3: that is the form of a family of models, whose own chat"),
-        ("--agent_template qwen_en_parallel", "--agent-template qwen_en_parallel: take qwen_en, which writes several"),
+        ("--agent_template llama3", "--agent-template llama3: that is the format of a model family, whose own chat"),
+        (
+            "--agent_template qwen_en_parallel",
+            "--agent-template qwen_en_parallel: use qwen_en, which also writes several",
+        ),
         ("--agent_template toolbench", "--agent-template toolbench: there is hermes, react_en"),
         ("--reward_adapters run", "equivalent here; merge them with 'shardproof export RUN FOLDER'"),
         ("--resume_only_model true", "equivalent here; run 'shardproof export CHECKPOINT FOLDER'"),

@@ -77,7 +77,7 @@ def test_loss_last_round_learns_the_last_answer(tokenizer):
     assert dataset[2]["labels"] == encode_rows(rows[2:], tokenizer, max_length=None)[0]["labels"]
     assert "loss" not in rows[0].messages[1]
     rows[0].messages[3]["loss"] = False  # told as rows that a cut had left without an answer
-    with pytest.raises(DataError, match=r"a\.jsonl:7: its last answer has loss: false, and --loss last_round"):
+    with pytest.raises(DataError, match=r"a\.jsonl:7: its last answer has loss: false, but --loss last_round"):
         encode_rows(rows, tokenizer, max_length=None, loss="last_round")
 
 
@@ -285,7 +285,7 @@ def test_no_answer_within_the_length_is_one_clear_error(tokenizer, short_and_lon
 
 
 def test_no_rows_and_no_room_are_errors(tokenizer):
-    with pytest.raises(DataError, match="no row to train on"):
+    with pytest.raises(DataError, match="no rows to train on"):
         encode_rows([], tokenizer, max_length=5)
     with pytest.raises(ConfigError, match="leaves no room"):
         encode_rows([chat("Hi", "Hello!")], tokenizer, max_length=1)
@@ -313,8 +313,8 @@ def test_a_template_can_be_named_read_from_a_file_or_given(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     "template, message",
     [
-        ("{{ messages", "fails on one question and its answer"),
-        ("{{ raise_exception('no!') }}", "fails on one question and its answer: no!"),
+        ("{{ messages", "fails on a question and its answer"),
+        ("{{ raise_exception('no!') }}", "fails on a question and its answer: no!"),
         ("hello {{ bos_token }}", "it leaves out the text of a message"),
         ("hello", "there is no Jinja"),
     ],
@@ -400,7 +400,9 @@ def test_tools_that_the_template_does_not_write_are_an_error(tokenizer, loss):
     )
     for row, unseen in ((calls, "calls of tools"), (chat("Hi", "Hello!", tools=tools), "tools")):
         tokenizer.chat_template = CHATML
-        said = f"a.jsonl:7: it has {unseen}, and the chat template writes none; .*--chat-template, .*--agent-template"
+        said = (
+            f"a.jsonl:7: it has {unseen}, which the chat template does not write; .*--chat-template, .*--agent-template"
+        )
         with pytest.raises(DataError, match=said):
             encode_rows([row], tokenizer, max_length=None, loss=loss)
         tokenizer.chat_template = knows

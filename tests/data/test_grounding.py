@@ -134,12 +134,14 @@ def test_a_box_outside_of_its_picture_and_a_family_without_a_form(encoder, rows)
     outside = {**ROW, "objects": {"ref": ["it"], "bbox": [[12, 30, 120, 81]]}}
     with pytest.raises(DataError) as error:
         encode_media_rows(rows(ROW, outside), encoder("qwen2_5_vl"), max_length=None)
-    problem = "a box of its 'objects', [12, 30, 120, 81], reaches out of picture 1, which has 120 x 80 pixels"
+    problem = "a box of its 'objects', [12, 30, 120, 81], extends beyond image 1, which has 120 x 80 pixels"
     assert f"rows.jsonl:2: {problem}" in str(error.value)
     with pytest.raises(DataError) as error:
         encode_media_rows(rows(ROW), encoder("llava"), max_length=None)
     narrow = {**ROW, "images": ["line.png"], "objects": {"ref": ["it"], "bbox": [[1, 1]]}}
     with pytest.raises(DataError, match=r"rows.jsonl:1: Qwen2_5_VLProcessor refuses it: absolute aspect ratio"):
         encode_media_rows(rows(narrow), encoder("qwen2_5_vl"), max_length=None)
-    unknown = "its 'objects' cannot be filled in: how models with LlavaProcessor write them is not known, as it is of"
+    unknown = (
+        "its 'objects' cannot be filled in: their format for models with LlavaProcessor is not known, only that for"
+    )
     assert f"rows.jsonl:1: {unknown} Qwen2.5-Omni, Qwen3-Omni, Qwen2-VL, Qwen2.5-VL, " in str(error.value)

@@ -63,13 +63,13 @@ def test_a_label_is_read(labels: Labels, given: Any, expected: Any) -> None:
         (THREE, 1.5, "a whole number from 0 to 2 is expected"),
         (THREE, True, "a boolean"),
         (THREE, [1], "a list"),
-        (THREE, "ham", "no label has a name: add --label-names"),
+        (THREE, "ham", "labels have no names: add --label-names"),
         (NAMED, "spma", "did you mean 'spam'"),
         (NAMED, "x", "they are ham, spam"),
         (STARS, 0, "no label has that name: they are 1, 2, 3"),
         (SEVERAL, [1, 0, 0], "names a label twice"),
         (SEVERAL, [0.5, 0.0, 1.0], "3 yes or no"),
-        (SEVERAL, [1.0, 0.0], "2 yes or no, and there are 3 labels"),
+        (SEVERAL, [1.0, 0.0], "2 yes or no, but there are 3 labels"),
         (SEVERAL, [3], "numbered from 0 to 2"),
         (AMOUNT, "much", "a finite number is expected"),
         (AMOUNT, float("nan"), "a finite number is expected"),
@@ -134,7 +134,7 @@ def test_bad_rows_are_named(tmp_path: Path) -> None:
     text = str(error.value)
     assert "rows.jsonl:2: field 'label' is missing (it has query)" in text
     assert "rows.jsonl:3: field 'label' is null" in text
-    assert "rows.jsonl:4: field 'label' is 'hma', and no label has that name; did you mean 'ham'?" in text
+    assert "rows.jsonl:4: field 'label' is 'hma', but no label has that name; did you mean 'ham'?" in text
     assert "with 'label': one of ham, spam." in text
     rows = read_rows([file], form=labelled(NAMED, needed=False), bad_rows="skip")
     assert [row.extra["label"] for row in rows] == [0, None, None]
@@ -228,7 +228,7 @@ def test_rows_that_the_template_leaves_something_out_of(tokenizers: dict[str, An
     bert.chat_template = "{% for m in messages if m.role != 'system' %}[CLS] {{ m.content }} {% endfor %}"
     some = rows_of("a", "b", "c")
     some[1].messages.insert(0, {"role": "system", "content": "a"})
-    with pytest.raises(DataError, match=r"x:1: the chat template writes nothing of messages\[0\] \(system\)"):
+    with pytest.raises(DataError, match=r"x:1: the chat template does not write messages\[0\] \(system\)"):
         encode_labelled(some, bert, LabelledEncoder(bert), NAMED, max_length=4)
     found = encode_labelled(some, bert, LabelledEncoder(bert), NAMED, max_length=4, bad_rows="skip")
     assert found["input_ids"] == [[1, 3], [1, 5]]
@@ -243,8 +243,8 @@ def test_without_a_template_a_row_is_the_texts_of_its_turns_alone(tokenizers: di
     thinks.messages.append({"role": "assistant", "content": "a", "reasoning_content": "b"})
     found = [problem for _, problem in LabelledEncoder(tokenizers["bert"]).ids([tools, thinks])]
     assert found == [
-        f"it has tools, and no chat template reads them: {WRITE}",
-        f"messages[1] has thinking beside its text, and no chat template reads it: {WRITE}",
+        f"it has tools, but there is no chat template to write them: {WRITE}",
+        f"messages[1] has thinking besides its text, but there is no chat template to write it: {WRITE}",
     ]
 
 

@@ -57,15 +57,19 @@ def test_labels_are_those_of_pairs() -> None:
         (Matches(), {"query": "q", "positive": ""}, "field 'positive' is empty"),
         (Matches(), {"query": "q", "positive_messages": []}, "field 'positive_messages' is empty"),
         (Matches(), {"positive": "p"}, "none of 'messages', 'prompt' or 'query' is here"),
-        (Matches(), {"query": "q", "positive": ["a", "b"]}, "it has 2 positives, and one is expected"),
+        (Matches(), {"query": "q", "positive": ["a", "b"]}, "it has 2 positives, but one is expected"),
         (Matches(), {"query": "q", "positive": " "}, "positive[0] is empty"),
-        (Matches(), {"query": "q", "positive": 3}, "field 'positive' is a number (3), and a text"),
+        (Matches(), {"query": "q", "positive": 3}, "field 'positive' is a number (3), but a text"),
         (Matches(), {"query": "q", "positive": "p", "negative": [None]}, "negative[0] is null"),
-        (Matches(), {"query": "q", "positive": "p", "label": 0}, "takes every positive as one that matches"),
-        (Matches(several=True), {"query": "q", "positive": "p", "label": 0}, "one that matches: make a negative of it"),
+        (Matches(), {"query": "q", "positive": "p", "label": 0}, "treats every positive as a match"),
+        (Matches(several=True), {"query": "q", "positive": "p", "label": 0}, "a match: make a negative of it"),
         (Matches(), {"query": "<image>q", "images": ["x.png"], "positive": "p"}, "this task takes text only"),
-        (Matches(), {"query": "q", "positive": "<bbox>", "objects": {"bbox": [[1, 2]]}}, "<bbox> stands for one of"),
-        (Matches(), {"query": "q", "positive": "p", "tools": [{"name": "f"}]}, "it has tools, and no text is read"),
+        (Matches(), {"query": "q", "positive": "<bbox>", "objects": {"bbox": [[1, 2]]}}, "<bbox> refers to"),
+        (
+            Matches(),
+            {"query": "q", "positive": "p", "tools": [{"name": "f"}]},
+            "it has tools, which this task does not read",
+        ),
         (Matches(), {"query": "q", "positive_messages": [[*turns("p"), CALLING]]}, "positive_messages[0][1] has calls"),
         (Matches(scored=True), {"query": "q", "positive": "p"}, "field 'label' is missing"),
         (Matches(scored=True), {"query": "q", "positive": "p", "label": 4}, "between -1 and 1: scale labels"),
@@ -90,7 +94,10 @@ def test_turns_that_are_texts_alone_hold_nothing_else(tokenizer: Any) -> None:
         for turn, what in ((CALLING, "calls of tools"), (thinks, "thinking")):
             row = Row([*turns("q"), turn], "x", 1, {"positive": ["p"], "negative": [], "label": None})
             ((_, problem),) = encoder.texts([row])
-            assert problem == f"messages[1] has {what} beside its text, and no chat template reads it: {WRITE}"
+            assert (
+                problem
+                == f"messages[1] has {what} besides its text, but there is no chat template to write it: {WRITE}"
+            )
 
 
 def test_a_batch_has_queries_then_positives_then_negatives() -> None:

@@ -176,25 +176,25 @@ def strange(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "kind, file, problem",
     [
         ("image", "none.png", r"image 1 \(none.png\): there is no such file"),
-        ("image", "broken.png", r"no picture that can be read: .*truncated"),
-        ("image", "a.wav", "no picture that can be read: cannot identify"),
-        ("audio", "a.png", "no sound that can be read"),
+        ("image", "broken.png", r"not a readable image: .*truncated"),
+        ("image", "a.wav", "not a readable image: cannot identify"),
+        ("audio", "a.png", "not readable audio"),
         ("audio", "long.wav", "it lasts 90.0 s, --max-seconds is 60"),
         ("image", "../secret.png", "lies outside of .*--media-root names the folder"),
         ("image", "/etc/passwd", "lies outside of"),
-        ("image", "https://example.org/a.png", "an address on a network; nothing is fetched"),
+        ("image", "https://example.org/a.png", "a network address, which is not fetched"),
         ("image", "s3://bucket/a.png", "an address on a network"),
         ("image", ".", "it is not a file"),
         ("image", "file:///none/a%20b.png", "lies outside of"),
-        ("image", "loop.png", "no path of a file: .*(Symlink loop|Too many levels of symbolic links)"),
-        ("image", "~nobody-of-that-name/a.png", "no path of a file: Could not determine home"),
-        ("image", "iVBORw0KGgo" * 100, r"\.\.\. \(1100 characters\)\): no path of a file: .*too long"),
-        ("audio", "click.wav", "it lasts 0.050 s, a sound needs at least 0.1"),
-        ("audio", "empty.wav", "the sound is empty"),
-        ("audio", "half.wav", "it breaks off: its header tells of 90.00 s, and 5.00 are there"),
+        ("image", "loop.png", "not a file path: .*(Symlink loop|Too many levels of symbolic links)"),
+        ("image", "~nobody-of-that-name/a.png", "not a file path: Could not determine home"),
+        ("image", "iVBORw0KGgo" * 100, r"\.\.\. \(1100 characters\)\): not a file path: .*too long"),
+        ("audio", "click.wav", "it lasts 0.050 s, audio needs at least 0.1"),
+        ("audio", "empty.wav", "the audio is empty"),
+        ("audio", "half.wav", "it is truncated: its header says 90.00 s, but only 5.00 s are there"),
         ("audio", "nan.wav", "values that are not finite"),
         ("image", "data:image/png;base64,aGVsbG8=", r"image 1 \(data:image/png;base64,aG...\): no picture"),
-        ("video", "a.wav", "not an animated GIF, WebP or PNG|no video that can be read|has no picture"),
+        ("video", "a.wav", "not an animated GIF, WebP or PNG|not a readable video|has no frames"),
     ],
 )
 def test_a_file_that_cannot_be_used_says_why(strange: Path, kind: str, file: str, problem: str) -> None:
@@ -235,7 +235,7 @@ def test_a_film_is_frames_evenly_spread(files: Path, film: Path) -> None:
     with pytest.raises(Problem, match=r"video 1 \(film.mp4\): it lasts 2.0 s, --max-seconds is 1"):
         read(files, "video", "film.mp4", max_seconds=1)
     (files / "half.mp4").write_bytes(film.read_bytes()[:300])
-    with pytest.raises(Problem, match="no video that can be read"):
+    with pytest.raises(Problem, match="not a readable video"):
         read(files, "video", "half.mp4")
 
 
@@ -328,7 +328,7 @@ def test_a_still_picture_as_a_video_is_that_picture(files: Path, tmp_path: Path)
     for name in (tmp_path / "a.jpg", files / "a.png"):
         broken = name.read_bytes()[:-60]
         for kind in ("image", "video"):
-            with pytest.raises(Problem, match=f"no {'picture' if kind == 'image' else kind} that can be read: .*trunc"):
+            with pytest.raises(Problem, match=f"not a readable {kind}: .*trunc"):
                 read(tmp_path, kind, broken)
 
 
@@ -445,7 +445,7 @@ def test_bad_files_are_told_with_row_and_path(encoder, rows) -> None:
     assert "4 of 5 rows cannot be used" in text
     assert "rows.jsonl:2: image 1 (none.png): there is no such file" in text
     assert "rows.jsonl:4: audio 1 (long.wav): it lasts 90.0 s" in text
-    assert "rows.jsonl:5: <image> stands in the text, and the row names no image" in text
+    assert "rows.jsonl:5: the text contains <image>, but the row names no image" in text
     assert "--bad-rows skip" in text
     found = rows(BAD)
     encoded = encode_media_rows(found, encoder(), max_length=512, bad_rows="skip")
@@ -456,7 +456,7 @@ def test_bad_files_are_told_with_row_and_path(encoder, rows) -> None:
 def test_where_no_row_is_short_enough_the_advice_is_one_that_helps(rows, encoder) -> None:
     with pytest.raises(DataError, match=r"Raise --max-length, or make files smaller \(--max-pixels, --max-frames\)"):
         encode_media_rows(rows([ROWS[0]]), encoder(), max_length=4)
-    with pytest.raises(DataError, match="Raise --max-length, or let rows be cut with --truncation"):
+    with pytest.raises(DataError, match="Raise --max-length, or allow rows to be cut with --truncation"):
         encode_media_rows(rows([ROWS[0], {"query": "what is said?", "response": "nothing"}]), encoder(), max_length=4)
 
 
@@ -483,7 +483,7 @@ def test_a_plain_prompt_has_its_files_where_it_says(encoder, rows) -> None:
 )
 def test_what_a_picture_becomes_stands_in_no_text(encoder, rows, row) -> None:
     """Gemma 3's processor looks for its mark of a picture alone, and the model for what it puts there."""
-    with pytest.raises(DataError, match=r"rows.jsonl:1: <image_soft_token> stands in the text"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: <image_soft_token> is in the text"):
         encode_media_rows(rows([row]), encoder("gemma3"), max_length=512)
 
 
@@ -705,14 +705,18 @@ def test_a_sound_that_a_model_hears_a_part_of_is_no_row(encoder, rows, files, ki
     if hears is None:
         return
     said = [
-        f"audio 1 ({n}s.wav): it lasts {n:.1f} s, and this model hears {hears:.1f}" for n in lengths if n not in heard
+        f"audio 1 ({n}s.wav): it lasts {n:.1f} s, but this model takes at most {hears:.1f}"
+        for n in lengths
+        if n not in heard
     ]
-    said += [f"audio 2 (40s.wav): it lasts 40.0 s, and this model hears {hears:.1f}"]
+    said += [f"audio 2 (40s.wav): it lasts 40.0 s, but this model takes at most {hears:.1f}"]
     assert [bad.problem for bad in found.skipped] == said
-    with pytest.raises(DataError, match=r"sounds.jsonl:8: audio 1 \(40s.wav\): it lasts 40.0 s, and this model hears"):
+    with pytest.raises(
+        DataError, match=r"sounds.jsonl:8: audio 1 \(40s.wav\): it lasts 40.0 s, but this model takes at most"
+    ):
         encode_media_rows(rows(records, "sounds.jsonl"), encoder(kind), max_length=None, workers=workers)
     question = [{"role": "user", "content": [{"type": "audio", "audio": "40s.wav"}]}]
-    with pytest.raises(DataError, match=r"audio 1 \(40s.wav\): it lasts 40.0 s, and this model hears"):
+    with pytest.raises(DataError, match=r"audio 1 \(40s.wav\): it lasts 40.0 s, but this model takes at most"):
         encoder(kind).question(question, str(files / "sounds.jsonl"))
 
 

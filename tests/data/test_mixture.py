@@ -73,7 +73,7 @@ def test_held_out_rows_are_not_learnt(files: list[str]) -> None:
 def test_a_dataset_of_which_nothing_can_be_used_is_told(files: list[str], write: Callable[..., str]) -> None:
     bad = write("bad.jsonl", [{"prompt": "a"}])
     with pytest.raises(
-        DataError, match=r"bad.jsonl: none of its rows can be used, and --interleave-prob gives it a share"
+        DataError, match=r"bad.jsonl: none of its rows can be used, but --interleave-prob gives it a share"
     ):
         read_rows([files[0], bad], mixture=Mixture(SHARES), bad_rows="skip")
 

@@ -62,7 +62,7 @@ def test_a_model_does_not_learn_to_be_called_by_a_placeholder(tmp_path):
     for names in ([[], []], [["robot"], []]):
         with pytest.raises(ConfigError, match=r"cognition#500 leave open .* --model-name and --model-author"):
             named(SFT, ["a.jsonl", "MS::swift/self-cognition#500"], *names)
-    with pytest.raises(ConfigError, match="--model-author a b c: one name is meant, or a Chinese and an English one"):
+    with pytest.raises(ConfigError, match="--model-author a b c: give one name, or a Chinese and an English one"):
         named(SFT, [], ["robot"], ["a", "b", "c"])
 
 
@@ -79,7 +79,7 @@ def test_names_that_no_row_asks_for_are_refused(tmp_path):
     asks.write_text('{"query": "who?", "response": "it is {{NAME}}"}\n')
     without, has = read_rows([plain]), read_rows([asks])
     with pytest.raises(
-        ConfigError, match="--model-name and --model-author: no row of plain leaves open what the model"
+        ConfigError, match="--model-name and --model-author: no row of plain has a placeholder for the model"
     ):
         check_left_open(*BOTH, ["plain"], without, None)
     with pytest.raises(ConfigError, match=r"--model-name: no row .* Leave it out"):

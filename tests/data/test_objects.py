@@ -74,10 +74,10 @@ def test_names_and_boxes_take_their_places_in_the_order_of_the_texts() -> None:
         ({**OBJECTS, "bbox": [[1, "2"], [1, 2]]}, "'objects.bbox[0]' must be"),
         ({**OBJECTS, "bbox": [[True, 2], [1, 2]]}, "'objects.bbox[0]' must be"),
         ({**OBJECTS, "bbox": [[float("nan"), 2], [1, 2]]}, "'objects.bbox[0]' must be"),
-        ({**OBJECTS, "bbox": [[-1, 2], [1, 2]]}, "numbers of pixels from 0"),
+        ({**OBJECTS, "bbox": [[-1, 2], [1, 2]]}, "pixels, 0 or more"),
         ({**OBJECTS, "bbox_type": "norm1"}, "'objects.bbox[0]' must be .*numbers from 0 to 1"),
         ({**OBJECTS, "bbox_type": "norm1000"}, "'objects.bbox_type' must be 'real' (pixels) or 'norm1' (0 to 1)"),
-        ({**OBJECTS, "image_id": [0]}, "'objects.image_id' must say for each of 2 boxes which picture it is of"),
+        ({**OBJECTS, "image_id": [0]}, "'objects.image_id' must give the image of each of 2 boxes"),
         ({**OBJECTS, "image_id": [0, 1]}, "from 0 to 0"),
     ],
 )
@@ -91,7 +91,7 @@ def test_objects_are_of_pictures_and_told_with_their_line(tmp_path) -> None:
     file = tmp_path / "rows.jsonl"
     bad = {"query": "find <ref-object>", "response": "<bbox>", "objects": {"ref": ["x"], "bbox": [[1, 2]]}}
     file.write_text(f"{json.dumps({**ROW, 'objects': OBJECTS})}\n{json.dumps(bad)}\n")
-    with pytest.raises(DataError, match=r"rows.jsonl:2: the row has 'objects' and no picture that they could be in"):
+    with pytest.raises(DataError, match=r"rows.jsonl:2: the row has 'objects' but no image for them"):
         read_rows([file])
 
 
@@ -101,9 +101,9 @@ def test_of_pairs_only_what_is_better_has_places() -> None:
     assert [turn.get(PLACED) for turn in PAIRS.normalise(pair, None)[0]] == [["a dog"], [Box((1, 2), 0, True)]]
     plain = {"prompt": "find it", "chosen": "<bbox>", "rejected": "nowhere", "objects": objects}
     for bad, problem in (
-        ({**pair, "rejected_response": "<bbox>!"}, "<bbox> stands for one of 'objects' in a plain text or a rej"),
+        ({**pair, "rejected_response": "<bbox>!"}, "<bbox> refers to 'objects' in a plain text or a rej"),
         ({**pair, "rejected_objects": {"ref": [], "bbox": []}}, "'rejected_objects' are others than 'objects'"),
-        (plain, "<bbox> stands for one of 'objects' in a plain text"),
+        (plain, "<bbox> refers to 'objects' in a plain text"),
     ):
         with pytest.raises(Problem, match=problem):
             PAIRS.normalise(bad, None)
@@ -124,5 +124,5 @@ def test_a_prompt_leaves_boxes_to_its_reward() -> None:
 def test_what_is_found_or_ranked_has_no_places() -> None:
     row = {**ASKED, "positive": "at <bbox>", "negative": "nowhere", "objects": {"ref": ["a dog"], "bbox": []}}
     for found in (row, {**row, "positive": "there", "negative": ["no", "<bbox>"]}):
-        with pytest.raises(Problem, match="<bbox> stands for one of 'objects' in a text that is to be found or ranked"):
+        with pytest.raises(Problem, match="<bbox> refers to 'objects' in a text that is to be found or ranked"):
             Matches(several=True, files=True)(found)

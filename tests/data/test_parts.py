@@ -78,7 +78,7 @@ def test_files_take_their_places(record, content) -> None:
         ({"messages": [asked("x"), A], "images": [5]}, "'images[0]' names no image: a path, a data URI or bytes"),
         (
             {"messages": [asked([{"type": "smell"}]), A]},
-            "a part of type 'smell'; a part is text, image, audio or video",
+            "a part of type 'smell'; parts are text, image, audio or video",
         ),
         (
             {"prompt": "<image>", "completion": "y", "images": ["a", "b"]},
@@ -97,7 +97,7 @@ def test_codes_of_speech_are_numbers_or_groups_of_numbers() -> None:
     for codes in ([1, 2], [[1, 2], [3, 4]], "[5]"):
         assert normalise({**row, "codes": codes})[1]["codes"] == ([5] if codes == "[5]" else codes)
     for codes in ([1, "2"], [1, -2], [[1], [2, 3]], [[]], [1, [2]], [[1], 2], [True]):
-        with pytest.raises(Problem, match="'codes' must be a list of whole numbers"):
+        with pytest.raises(Problem, match="'codes' must be a list of integers"):
             normalise({**row, "codes": codes})
 
 

@@ -148,5 +148,5 @@ def test_calls_of_tools_in_the_words_of_swift() -> None:
     assert names == ["user", "assistant", "tool", "tool", "assistant"]
     assert [c["function"]["arguments"] for c in messages[1]["tool_calls"]] == [{"city": "Oslo"}, {"city": "Rome"}]
     assert extra["split"] == 4
-    with pytest.raises(Problem, match="no JSON object with 'name' and 'arguments'"):
+    with pytest.raises(Problem, match="not a JSON object with 'name' and 'arguments'"):
         PAIRS.normalise({**record, "messages": [Q, {"role": "tool_call", "content": "air(Oslo)"}, A]}, None)

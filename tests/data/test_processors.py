@@ -194,7 +194,7 @@ def test_a_processor_without_a_mark_for_files_is_named(rows) -> None:
     tokenizer = media_tokenizer(TEXTS, {}, {"image": "<image>"})
     images = image_processor("CLIPImageProcessor", size=SQUARE, crop_size=SQUARE)
     encoder = MediaEncoder(media_processor("CLIPProcessor", tokenizer, images), Limits())
-    with pytest.raises(DataError, match="of kind image, and CLIPProcessor has no token that stands for one in a text"):
+    with pytest.raises(DataError, match="of type image, but CLIPProcessor has no token for one in a text"):
         encode_media_rows(rows(SEEING), encoder, max_length=None)
 
 

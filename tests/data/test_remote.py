@@ -96,9 +96,9 @@ def test_files_come_from_where_rows_say(server: str) -> None:
         ("large", "it has more than 10,000 bytes"),
         ("endless", "it has more than 10,000 bytes"),
         ("short", "it ends after 100 of 200 bytes"),
-        ("silent", "it is not here after 0.5 s"),
-        ("dripping", "it is not here after 0.5 s"),
-        ("broken.png", "no picture that can be read"),
+        ("silent", "it did not arrive within 0.5 s"),
+        ("dripping", "it did not arrive within 0.5 s"),
+        ("broken.png", "not a readable image"),
     ],
 )
 def test_what_cannot_be_fetched_says_why(server: str, name: str, problem: str) -> None:
@@ -145,14 +145,14 @@ def test_what_is_kept_is_fetched_once(tmp_path: Path) -> None:
     assert asked == ["/a.png", "/none.png", "/none.png"]
     assert len(list((tmp_path / "kept").iterdir())) == 1
     (tmp_path / "file").write_text("")
-    with pytest.raises(Problem, match=r"it cannot be kept in .*file"):
+    with pytest.raises(Problem, match=r"it cannot be stored in .*file"):
         read("image", f"{address}/b.png", **{**limits, "remote_cache": tmp_path / "file"})
 
 
 def test_nothing_is_fetched_unless_it_is_asked_for(server: str) -> None:
     assert not media_limits(SftConfig(), None).remote
     assert media_limits(SftConfig(allow_remote_media=True), None).remote
-    with pytest.raises(Problem, match=r"nothing is fetched: .* or allow it with --allow-remote-media"):
+    with pytest.raises(Problem, match=r"not fetched: .* or allow it with --allow-remote-media"):
         read("image", f"{server}/a.png")
 
 
@@ -176,4 +176,4 @@ def test_rows_are_named_and_trained_on(server: str, tiny_models, tmp_path: Path,
     assert "<|IMAGE|> x 6" in said
     assert f"{file}:2: image 1 ({server}/none.png): the server answers 404 Not Found" in said
     assert main(show) == 2
-    assert "nothing is fetched" in capsys.readouterr().err
+    assert "not fetched" in capsys.readouterr().err

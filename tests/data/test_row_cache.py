@@ -174,7 +174,7 @@ def test_an_address_that_may_not_be_read_is_a_bad_row_here_too(place: Path, proc
     monkeypatch.setattr("shardproof.data.sources.remote.fetched", lambda *args: picture)
     rows = [{**ROWS[0], "images": ["http://127.0.0.1:1/a.png"]}]
     assert encoded(place, processor, rows, remote=True) == encoded(place, processor, rows, remote=True)
-    with pytest.raises(DataError, match="an address on a network; nothing is fetched"):
+    with pytest.raises(DataError, match="a network address, which is not fetched"):
         encoded(place, processor, rows)
 
 

@@ -93,7 +93,7 @@ def test_raw_text_is_learnt_whole_and_only_where_nothing_else_says_what_is():
         ({"text": "2 + 2?", "response": "4"}, "field 'query' is missing beside 'response' (it has text, response)"),
         ({"text": " \n"}, "field 'text' is empty"),
         ({"text": 4}, "field 'text' must be text, not a number (4)"),
-        ({"text": None}, "none of the known fields is here (it has text)"),
+        ({"text": None}, "it has none of the known fields (it has text)"),
         ({"text": "a <image>", "images": ["a.png"]}, "messages[1] is an answer with a file in it"),
     ],
 )
@@ -133,7 +133,7 @@ def test_calls_in_the_words_of_sharegpt_are_calls(value):
     }
     assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant"]
     turns = (("human", "1 + 1?"), ("function_call", "add(1)"))
-    with pytest.raises(Problem, match="is no JSON object with 'name' and 'arguments'"):
+    with pytest.raises(Problem, match="is not a JSON object with 'name' and 'arguments'"):
         normalise({"conversations": [{"from": who, "value": what} for who, what in turns]})
 
 
@@ -162,7 +162,7 @@ def test_the_loss_scale_of_a_turn_is_its_weight_in_the_words_of_ms_swift():
         ("text", "the row is text, not an object"),
         (None, "the row is null"),
         ({}, "the row is empty"),
-        ({"text": "abc"}, "none of the known fields is here (it has text)"),
+        ({"text": "abc"}, "it has none of the known fields (it has text)"),
         ({"query": "a"}, "field 'response' is missing beside 'query' (it has query)"),
         ({"response": "a"}, "field 'query' is missing beside 'response'"),
         ({"query": "a", "response": None}, "field 'response' is null"),
@@ -185,7 +185,7 @@ def test_the_loss_scale_of_a_turn_is_its_weight_in_the_words_of_ms_swift():
         ({"messages": {"role": "user"}}, "field 'messages' must be a list, not an object"),
         ({"messages": ["hello"]}, "messages[0] is text, not an object with role and content"),
         ({"messages": [{"content": "a"}]}, "messages[0] has no 'role'"),
-        ({"messages": [{"role": "bot", "content": "a"}]}, "messages[0] has the role 'bot'; a role is one of system"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "messages[0] has the role 'bot'; roles are system"),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0] has the role ['user']"),
         ({"messages": [QUESTION, {"role": "assistant"}]}, "messages[1] (assistant) has no 'content'"),
         ({"messages": [QUESTION, {"role": "assistant", "content": " "}]}, "messages[1] (assistant) is empty"),
@@ -374,7 +374,7 @@ def test_half_a_character_is_no_text(write, form, record, where):
     good = PAIR if form is PAIRS else {**GOOD, "label": True}
     file = write("a.jsonl", [good, record])
     rows = read_rows([file], form=form, bad_rows="skip")
-    said = [f"{file}:2: '{where}' has half a character ({half}), which is no text: something has cut it in two;"]
+    said = [f"{file}:2: '{where}' has half a character ({half}), which is not valid text: something cut it in two;"]
     assert [str(bad).partition(" write")[0] for bad in rows.skipped] == said
     assert [row.line for row in rows] == [1]
 
@@ -426,9 +426,9 @@ def test_skipping_every_row_is_an_error(write):
         ("a.csv", b"query,response\na,\xff\n", "a.csv:2: not UTF-8 text"),
         ("a.csv", 'query,response\na,"b\n', "a.csv:2: not CSV"),
         ("a.txt", "hello", 'Of text, write a line {"text": ...} for each document.'),
-        ("a.txt", "hello", "ends in '.txt'; what can be read ends in .jsonl"),
+        ("a.txt", "hello", "ends in '.txt'; files to read end in .jsonl"),
         ("a.jsonl.gz", "hello", ".parquet. Unpack it first: gunzip FILE."),
-        ("a.arrow", "hello", "Write it as one first: datasets.load_from_disk(FOLDER).to_parquet("),
+        ("a.arrow", "hello", "Convert it first: datasets.load_from_disk(FOLDER).to_parquet("),
         ("data", "hello", "has no extension"),
         ("a.parquet", "hello", "is not a Parquet file"),
         ("a.jsonl", b'{"query": "\xff", "response": "b"}', "a.jsonl:1: not UTF-8 text (byte 12 of the line)"),
@@ -467,15 +467,13 @@ def test_a_missing_file_names_the_one_that_may_have_been_meant(write, tmp_path):
 def test_a_folder_of_save_to_disk_says_what_to_do_with_it(write, tmp_path):
     """The files in it that looked like rows were those about them."""
     datasets.Dataset.from_list([GOOD]).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match=r"save_to_disk of datasets has written. Write it as one first: datasets.load"):
+    with pytest.raises(DataError, match=r"save_to_disk of datasets. Convert it first: datasets.load"):
         read_rows([str(tmp_path / "saved")])
 
 
 def test_a_folder_is_not_a_file(write, tmp_path):
     write("train.jsonl", [GOOD])
-    with pytest.raises(
-        DataError, match=r"is a folder. Name the files in it that are to be read. It holds train.jsonl."
-    ):
+    with pytest.raises(DataError, match=r"is a folder. Name the files in it to read. It holds train.jsonl."):
         read_rows([str(tmp_path)])
 
 
@@ -727,7 +725,7 @@ def test_fields_of_other_names_are_told_with_the_option_that_names_them(write, r
     file = write("a.jsonl", json.dumps(record) + "\n")
     with pytest.raises(DataError) as raised:
         read_rows([file])
-    assert str(raised.value).endswith(f"Where fields have other names, say so: --columns {said}")
+    assert str(raised.value).endswith(f"If fields have other names, map them: --columns {said}")
     if "NAME" not in said:
         (row,) = read_rows([file], columns=dict(pair.split("=") for pair in said.split(",")))
         assert [message["content"] for message in row.messages] == ["a", "b"]
@@ -737,7 +735,7 @@ def test_questions_alone_have_one_field_to_name(write) -> None:
     from shardproof.data.forms.preferences import PROMPTS
 
     file = write("a.jsonl", json.dumps({"problem": "a", "solution": "b"}) + "\n")
-    with pytest.raises(DataError, match=r"say so: --columns query=problem$"):
+    with pytest.raises(DataError, match=r"map them: --columns query=problem$"):
         read_rows([file], form=PROMPTS)
     assert read_rows([file], columns={"query": "problem"}, form=PROMPTS)[0].extra["columns"]["solution"] == "b"
 

@@ -58,7 +58,7 @@ def test_a_turn_that_is_not_written_makes_a_bad_row(tokenizer: Any, role: str, l
     named = f"messages[{2 if role == 'tool' else 0}] ({'system' if role == 'developer' else role})"
     with pytest.raises(DataError) as caught:
         encode_rows([odd, row(user(), answer())], tokenizer, max_length=None, loss=loss)
-    assert f"a.jsonl:7: the chat template writes nothing of {named}" in str(caught.value)
+    assert f"a.jsonl:7: the chat template does not write {named}" in str(caught.value)
     assert "--chat-template" in str(caught.value)
     rows = [odd, row(user(), answer(), line=8)]
     assert len(encode_rows(rows, tokenizer, max_length=None, loss=loss, bad_rows="skip")) == 1
@@ -78,7 +78,7 @@ def test_a_developer_is_the_system_where_the_template_knows_none(tokenizer: Any)
 @pytest.mark.parametrize("template", [PAIRS_ONLY, REFUSES_SYSTEM])
 def test_the_option_is_named_where_it_is_what_is_left_out(tokenizer: Any, template: str) -> None:
     tokenizer.chat_template = template
-    with pytest.raises(ConfigError, match="--system: the chat template of this model writes no system message"):
+    with pytest.raises(ConfigError, match="--system: this model's chat template writes no system message"):
         encode_rows([row(user(), answer())], tokenizer, max_length=None, system="Be brief.", bad_rows="skip")
     own = row({"role": "system", "content": "Be kind."}, user(), answer())
     with pytest.raises(DataError, match=r"messages\[0\] \(system\)|no system here"):

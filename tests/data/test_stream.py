@@ -211,5 +211,5 @@ def test_a_file_that_became_another_is_not_read_on(write: Callable[..., str]) ->
     at = reading.at()
     assert next(iter(source.reading(at)))[0] == 5
     write("rows.jsonl", rows(9, 1000))
-    with pytest.raises(DataError, match="not what it was when the checkpoint was written"):
+    with pytest.raises(DataError, match="has changed since the checkpoint was written"):
         source.reading(at)

@@ -56,7 +56,7 @@ def test_the_system_message_of_openorca_and_its_like_is_one(record: dict[str, An
 def test_what_a_plain_text_cannot_show_is_not_passed_over(form: Any, record: dict[str, Any]) -> None:
     assert form.normalise({**record, "system": "", "history": []}, None)[2] == "text"
     for field, value in (("system", "be short"), ("system_prompt", "be short"), ("history", [["1+1?", "2"]])):
-        with pytest.raises(Problem, match=f"'{field}' stands beside a plain text in 'prompt'.*'query'.*--columns"):
+        with pytest.raises(Problem, match=f"'{field}' appears along with plain text in 'prompt'.*'query'.*--columns"):
             form.normalise({**record, field: value}, None)
 
 
@@ -127,7 +127,7 @@ def test_tools_are_objects_however_they_are_written() -> None:
         assert normalise({"messages": [Q, A], "tools": tools})[1] == {"tools": [TOOL]}
     assert normalise({"messages": [Q, A], "tools": "[]"})[1] == {}
     assert normalise({"messages": [Q, A], "tools": [{"type": "code_interpreter"}]})[1]
-    with pytest.raises(Problem, match=r"tools\[0\] is no JSON object that describes a function"):
+    with pytest.raises(Problem, match=r"tools\[0\] is not a JSON object that describes a function"):
         normalise({"messages": [Q, A], "tools": ["add(a)"]})
 
 
@@ -203,7 +203,7 @@ def test_a_rejected_list_takes_the_place_of_all_behind_the_question() -> None:
 def test_what_only_one_row_tells_the_template_is_not_passed_over() -> None:
     for form, record in ((SFT, {"messages": [Q, A]}), (PROMPTS, {"query": "2+2?"})):
         assert form.normalise({**record, "chat_template_kwargs": {}}, None)
-        with pytest.raises(Problem, match="'chat_template_kwargs' would be said for this row alone"):
+        with pytest.raises(Problem, match="'chat_template_kwargs' would apply to this row only"):
             form.normalise({**record, "chat_template_kwargs": {"enable_thinking": False}}, None)
 
 

@@ -81,8 +81,8 @@ def test_those_of_ms_swift_are_read(name):
     [
         ("{", "cannot be read: it is not JSON"),
         ("[]", "has to be an object of regular expressions and weights"),
-        ('{"a": -1}', "What it says of 'a' is [-1]; weights are 0 or more"),
-        ('{"a": [1, 2, 3]}', "What it says of 'a' is [1, 2, 3]"),
+        ('{"a": -1}', "For 'a' it has [-1]; weights must be 0 or more"),
+        ('{"a": [1, 2, 3]}', "For 'a' it has [1, 2, 3]"),
         ('{"a": [1, 2], "b": 1}', "This one mixes them. To have both, name two files"),
         ('{"(": 2}', "'(' is not a regular expression"),
     ],
@@ -97,7 +97,7 @@ def test_a_file_that_does_not_say_what_weighs_how_much_is_refused(write, content
     [
         ("hermess", "Did you mean hermes?"),
         ("none.json", "No such file"),
-        ("ignore_empty_think", "that is --loss answer+ignore_empty_think"),
+        ("ignore_empty_think", "use --loss answer+ignore_empty_think"),
     ],
 )
 def test_a_name_of_nothing_is_refused(name, why):

@@ -37,7 +37,9 @@ def test_a_vocabulary_alone_is_read_with_its_marks(tmp_path: Path) -> None:
     tokenizer = load_fast_tokenizer(str(tmp_path))
     assert [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id] == [1, 2, 11]
     if not is_mistral_common_available():
-        with pytest.raises(ConfigError, match=r"Install mistral-common, which writes that of Mistral's models\."):
+        with pytest.raises(
+            ConfigError, match=r"Install mistral-common, which provides the template of Mistral's models\."
+        ):
             Template(tokenizer)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     told = [1, 3, *(COUNT + byte for byte in b"hear?"), 4, *(COUNT + byte for byte in b"no"), 2]

@@ -146,7 +146,7 @@ def test_a_row_with_pictures_and_videos_that_become_the_same_is_bad(tmp_path: Pa
     pytest.importorskip("num2words")
     (files / "both.jsonl").write_text(json.dumps(BOTH[0]))
     encoder = MediaEncoder(load_processor(str(build("smolvlm", tmp_path))), Limits())
-    with pytest.raises(DataError, match="SmolVLMProcessor takes no pictures beside videos in one row"):
+    with pytest.raises(DataError, match="SmolVLMProcessor does not take images and videos in one row"):
         encode_media_rows(read_rows([files / "both.jsonl"]), encoder, max_length=None)
 
 

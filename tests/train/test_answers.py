@@ -217,9 +217,9 @@ def test_rows_whose_files_cannot_be_used_are_named_before_any_is_answered(seen) 
     run = seen["stop"]
     assert run.code == 2
     assert "3 of 5 rows cannot be used:" in run.output
-    assert "rows.jsonl:2: image 1 (broken.png): no picture that can be read" in run.output
+    assert "rows.jsonl:2: image 1 (broken.png): not a readable image" in run.output
     assert "rows.jsonl:3: audio 1 (a.wav): it lasts 0.5 s, --max-seconds is 0.4" in run.output  # as in training
-    assert "rows.jsonl:5: <image> stands in the text, and the row names no image" in run.output
+    assert "rows.jsonl:5: the text contains <image>, but the row names no image" in run.output
     assert not file_of(run).exists()
     assert "--media-root" in seen["nowhere"].output
     assert "does not exist" in seen["nowhere"].output
@@ -254,7 +254,7 @@ def test_boxes_are_written_as_the_model_reads_them(tmp_path: Path) -> None:
     assert line["messages"][0]["content"][-1]["text"] == "not <|box_start|>(0,0),(500,500)<|box_end|>"
     assert line["labels"] == "<|object_ref_start|>a dog<|object_ref_end|><|box_start|>(500,500),(1000,1000)<|box_end|>"
     rows.write_text(json.dumps({**row, "objects": {**objects, "bbox": [[0, 0, 1, 1], [0, 0, 300, 300]]}}) + "\n")
-    with pytest.raises(DataError, match=r"rows.jsonl:1: a box of its 'objects', .* reaches out of picture 1"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: a box of its 'objects', .* extends beyond image 1"):
         run([*argv, "--result-path", str(tmp_path / "none.jsonl")])
 
 

@@ -373,7 +373,7 @@ def test_another_template_is_refused(tiny: Path, folder: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("", "It has train and val in it: name one"),
+        ("", "It contains train and val: name one"),
         ("none", "does not exist"),
         ("train/rows", "is no folder of encoded"),
     ],
@@ -397,7 +397,7 @@ def test_a_folder_that_is_not_whole_is_told(tiny: Path, folder: Path, tmp_path: 
     else:
         (place / "cached.json").write_text("[1]")
     told = {"cut": r"data-\S+ has 1,500 of", "missing": r"rows/data-\S+ is missing", "of others": r"has [\d,]+ of"}
-    with pytest.raises(ConfigError, match=told.get(damage, "is no folder of encoded rows")):
+    with pytest.raises(ConfigError, match=told.get(damage, "is not a folder of encoded rows")):
         encoded(tiny, place)
 
 
@@ -432,7 +432,7 @@ def test_two_processes_that_write_one_folder_do_not_mix_their_rows(tiny: Path, f
 
 
 def test_a_folder_among_files_is_told(folder: Path) -> None:
-    with pytest.raises(DataError, match="is a folder of rows that are encoded, which --cached-dataset takes"):
+    with pytest.raises(DataError, match="is a folder of encoded rows; give it to --cached-dataset"):
         read_rows([folder / "train"])
 
 
@@ -521,7 +521,7 @@ def test_bytes_come_back_and_other_values_are_told(tmp_path: Path) -> None:
         return json.loads(text, object_hook=cached._with_bytes)[1]["columns"]["seen"]
 
     assert turned(b"\x00\xff") == b"\x00\xff"
-    with pytest.raises(DataError, match=r"a.parquet:1: the row cannot be kept: it holds a value of the type set"):
+    with pytest.raises(DataError, match=r"a.parquet:1: the row cannot be stored: it contains a value of type set"):
         turned({1})
 
 

@@ -36,7 +36,7 @@ NAMED: Any = {"model": "nobody/nowhere", "dataset": ["stdlib"]}
         ),
         (
             {"chat_template": "{% for m in messages %}\n{{ m.content }"},
-            "--chat-template: line 2 of the template is no Jinja: unexpected '}'.\nThe line is: {{ m.content }",
+            "--chat-template: line 2 of the template is not valid Jinja: unexpected '}'.\nThe line is: {{ m.content }",
         ),
     ],
 )
@@ -62,7 +62,9 @@ def test_names_and_templates_that_are_right_pass(tmp_path: Path) -> None:
     file.write_text(marked)
     check_template(str(file))
     file.write_text("{% for m in messages %}\n{{ m.content | nosuch }}\n{% endfor %}")
-    with pytest.raises(ConfigError, match=r"--chat-template: .*own\.jinja:2 is no Jinja: No filter named 'nosuch'"):
+    with pytest.raises(
+        ConfigError, match=r"--chat-template: .*own\.jinja:2 is not valid Jinja: No filter named 'nosuch'"
+    ):
         check_template(str(file))
 
 

@@ -200,7 +200,7 @@ def test_what_makes_batches_lean_changes_no_answer(asked) -> None:
     [
         ("odd", "--answer-metrics odd .*mine.py:8.* returned a str. It must return a number"),
         ("unknown", "--answer-metrics exakt_match: there is no such answer metric. Did you mean exact_match"),
-        ("raw", "no row to evaluate on asks something"),
+        ("raw", "no evaluation row asks anything"),
         ("all", "--predict-with-generate and --loss all: answers are told from questions by what is learnt"),
         ("nobody", "--predict-with-generate needs rows to evaluate on: add --val-dataset or --val-split"),
         ("alone", "--max-new-tokens applies to answers in evaluations: add --predict-with-generate"),

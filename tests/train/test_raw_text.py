@@ -109,5 +109,5 @@ def test_a_row_that_holds_nothing_is_told(tiny: Path, raw: Path, tmp_path: Path,
     assert main(["sft", "--model", str(tiny), "--dataset", str(bad), "--output-dir", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
     assert f"{bad}:24: field 'text' is empty" in said
-    assert f"{bad}:25: none of the known fields is here (it has txt)" in said
+    assert f"{bad}:25: it has none of the known fields (it has txt)" in said
     assert "or 'text' alone." in said

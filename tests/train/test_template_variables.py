@@ -55,10 +55,10 @@ def test_numbers_and_texts(tokenizer, value: str, shown: str) -> None:
 
 
 def test_a_variable_that_the_template_does_not_ask_for(tokenizer) -> None:
-    with pytest.raises(ConfigError, match="asks for no variable 'enable_thinking'"):
+    with pytest.raises(ConfigError, match="has no variable 'enable_thinking'"):
         set_template(tokenizer, None, {"enable_thinking": "false"})
     set_template(tokenizer, THINKS)
-    with pytest.raises(ConfigError, match="asks for no variable 'm'"):  # it is of a loop
+    with pytest.raises(ConfigError, match="has no variable 'm'"):  # it is of a loop
         set_template(tokenizer, None, {"m": "false"})
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="Add --chat-template"):
@@ -112,4 +112,4 @@ def test_what_is_learnt_comes_behind_them(runs) -> None:
 def test_asking(runs) -> None:
     assert runs["ask"].code == 0, runs["ask"].output
     assert runs["typo"].code == 2
-    assert "asks for no variable 'enable_thinkin'" in runs["typo"].output
+    assert "has no variable 'enable_thinkin'" in runs["typo"].output

@@ -146,9 +146,9 @@ def said_in(name: str) -> dict[str, Any]:
         form = said.get("form")
     except (OSError, ValueError, AttributeError):
         inside = sorted(file.parent.name for file in folder.glob(f"*/{SAID}"))
-        there = f" It has {' and '.join(inside)} in it: name one." if inside else ""
-        what = "is no folder of encoded rows" if folder.exists() else "does not exist"
-        raise ConfigError(f"{name} {what}.{there}\n'shardproof data encode' writes such a folder.") from None
+        there = f" It contains {' and '.join(inside)}: name one of them." if inside else ""
+        what = "is not a folder of encoded rows" if folder.exists() else "does not exist"
+        raise ConfigError(f"{name} {what}.{there}\n'shardproof data encode' creates such a folder.") from None
     if form != FORM:
         raise ConfigError(f"{name} was written by another release of shardproof. Encode its rows again.")
     found = _sizes(folder)
@@ -156,7 +156,7 @@ def said_in(name: str) -> dict[str, Any]:
         if found.get(file) != size:
             has = f"has {found[file]:,} of {size:,} bytes" if file in found else "is missing"
             raise ConfigError(
-                f"{name} is not as it was written: {file} {has}.\nCopy it again, or encode its rows again."
+                f"{name} has changed since it was written: {file} {has}.\nCopy it again, or encode its rows again."
             )
     return said
 
@@ -249,13 +249,13 @@ def _text(row: Row) -> str:
     try:
         return json.dumps([row.messages, row.extra, row.kind], ensure_ascii=False, default=_without_bytes)
     except TypeError as error:
-        raise DataError(f"{row.where}: the row cannot be kept: {error}. Train on its file itself.") from None
+        raise DataError(f"{row.where}: the row cannot be stored: {error}. Train on its file directly.") from None
 
 
 def _without_bytes(value: Any) -> Any:
     if isinstance(value, bytes):
         return {BYTES: base64.b64encode(value).decode()}
-    raise TypeError(f"it holds a value of the type {type(value).__name__}")
+    raise TypeError(f"it contains a value of type {type(value).__name__}")
 
 
 def _with_bytes(value: dict[str, Any]) -> Any:

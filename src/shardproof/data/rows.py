@@ -159,7 +159,9 @@ class Rows(Sequence[Row]):
         different = sorted(first.values())
         held = max(1, round(len(different) * share))
         if not 0 < share < 1 or held >= len(different):
-            raise DataError(f"Cannot hold out a share of {share} of {len(different)} row(s) and keep some to train on.")
+            raise DataError(
+                f"Cannot hold out a share of {share} of {len(different)} row(s) and still have some to train on."
+            )
         out = sorted(random.Random(seed).sample(different, held))
         held_out = {places[i] for i in out}
         return self.take(i for i, place in enumerate(places) if place not in held_out), self.take(out)
@@ -269,7 +271,7 @@ def read_rows(
         seen.append((source, there))
         total += len(usable) + len(unusable)
         if not usable and not unusable:
-            raise DataError(f"{name} holds no row. Expected: {form.expected}")
+            raise DataError(f"{name} has no rows. Expected: {form.expected}")
         bad.extend(unusable)
         if limit is not None and usable:
             usable = drawn(usable, limit, seed)
@@ -284,7 +286,7 @@ def read_rows(
         raise DataError(describe_bad(bad, total, form))
     lacking = [source.name for source, rows in zip(opened, parts, strict=True) if not rows]
     if mixture is not None and lacking:
-        raise DataError(f"{lacking[0]}: none of its rows can be used, and --interleave-prob gives it a share.")
+        raise DataError(f"{lacking[0]}: none of its rows can be used, but --interleave-prob gives it a share.")
     where = _Where(chain.from_iterable(parts)) if mixture is None else mixed(parts, mixture, seed)
     rows = Rows(opened, where, bad, form)
     rows.fields = list(fields)
@@ -388,5 +390,5 @@ def describe_bad(
         lines.append(f"Repair them{otherwise}.")
     elif not encoded:
         said = next((row.columns for row in bad if row.columns), "query=NAME,response=NAME")
-        lines.append(f"Where fields have other names, say so: --columns {said}")
+        lines.append(f"If fields have other names, map them: --columns {said}")
     return "\n".join(lines)

@@ -217,7 +217,7 @@ def prepared(folder: Path, tmp_path: Path, rows: list[dict[str, Any]], seen: Pat
         ),
         (
             {"query": "x", "positive": "y", "negative": ["<image>", "z"], "negative_images": [["a.png"]]},
-            "'negative_images' is to hold a list of images for each negative, and there are 2",
+            "'negative_images' must hold a list of images for each negative, of which there are 2",
         ),
         ({"query": "x", "positive": "<audio>", "positive_audios": ["a.wav"]}, "it has a file of kind audio"),
     ],
@@ -228,7 +228,7 @@ def test_rows_that_cannot_be_used(tiny_models: Any, tmp_path: Path, seen: Path, 
 
 
 def test_a_model_of_text_takes_no_files(models: Any, tmp_path: Path, seen: Path) -> None:
-    with pytest.raises(DataError, match=r"some.jsonl:2: it has files, and the model is one of text"):
+    with pytest.raises(DataError, match=r"some.jsonl:2: it has files, but this is a text model"):
         prepared(models["decoder"], tmp_path, [{"query": "x", "positive": "y"}, ROWS[1]], seen)
 
 

@@ -178,7 +178,7 @@ def test_what_takes_no_files_says_so(models: Any, seen: Path, tmp_path: Path, ta
         task=task, model=place, dataset=[str(file)], media_root=str(seen), output_dir=str(tmp_path / "run"), workers=0
     )
     recipe = recipe_of(config)
-    with pytest.raises(DataError, match="it has files, and the model is one of text"):
+    with pytest.raises(DataError, match="it has files, but this is a text model"):
         recipe.prepare(config, 1, *recipe.read(config))
 
 

@@ -229,7 +229,7 @@ def test_transformers_and_sentence_transformers_give_the_same(done) -> None:
     ("options", "why"),
     [
         ({"plain": True}, "--plain: the model is asked through its chat template"),
-        ({"template_variables": {"enable_thinking": "True"}}, "does so at once"),
+        ({"template_variables": {"enable_thinking": "True"}}, "without thinking"),
         ({"packing": True}, f"--task {TASK_NAME} and --packing"),
         ({"rope_scaling": {"type": "yarn"}}, "the model keeps its positions"),
         ({"num_labels": 2}, "--num-labels: a pair gets one score"),

@@ -647,7 +647,7 @@ def test_a_file_that_is_lost_later_does_not_end_the_run(tmp_path: Path, pictured
         ({**PAIRS[0], "audios": ["a.wav"]}, "it has a file of kind audio, the model takes image, video", []),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]},
-            "'images' stands beside a plain text",
+            "'images' appears along with plain text",
             [],
         ),
         (PAIRS[0], "--precompute-ref", ["--precompute-ref"]),

@@ -104,7 +104,10 @@ def test_what_only_a_teacher_is_to_be_asked_is_not_passed_over(tmp_path: Path) -
         ({1: {"loss": True}}, r"messages\[1\] has 'loss': true, but gkd learns only the last answer"),
         ({1: {"weight": 1}}, r"messages\[1\] has 'loss': true, but gkd learns only the last answer"),
         ({1: {"loss": True}, 3: {"loss": False}}, "its last answer has 'loss': false, and gkd learns no other"),
-        ({3: {"weight": 0.5}}, r"'weight' of messages\[3\] must be 0 or 1 here, where all that is learnt weighs alike"),
+        (
+            {3: {"weight": 0.5}},
+            r"'weight' of messages\[3\] must be 0 or 1 here, where all learned tokens weigh the same",
+        ),
     ],
 )
 def test_what_gkd_is_told_to_learn_otherwise_is_not_passed_over(tmp_path: Path, marks: Any, said: str) -> None:
@@ -251,7 +254,7 @@ def test_tools_that_the_template_does_not_write(tmp_path: Path, form: Any, kind:
     )
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     said = refusal(tmp_path, kind, form, {"query": "2+2?", "response": "4", "rejected_response": "5", "tools": [tool]})
-    assert "rows.jsonl:1: it has tools, and the chat template writes none" in said
+    assert "rows.jsonl:1: it has tools, which the chat template does not write" in said
 
 
 @pytest.mark.parametrize("kind, form", [("dpo", PAIRS), ("grpo", PROMPTS), ("kto", JUDGED)])

@@ -117,7 +117,7 @@ def test_a_bad_label_stops_the_run_before_it_begins(files, tmp_path: Path, capsy
     words += ["--output-dir", str(tmp_path / "run")]
     assert main([*words, "--label-names", "low", "high", "odd"]) == 2
     assert (
-        f"{bad}:22: field 'label' is 'lwo', and no label has that name; did you mean 'low'?" in capsys.readouterr().err
+        f"{bad}:22: field 'label' is 'lwo', but no label has that name; did you mean 'low'?" in capsys.readouterr().err
     )
     assert not (tmp_path / "run").exists()
 

@@ -279,12 +279,12 @@ def check_agent(name: str) -> None:
         return
     if name in OF_MODELS:
         raise ConfigError(
-            f"{OPTION} {name}: that is the form of a family of models, whose own chat templates write it. Leave the"
-            f" option out with such a model; with others take {', '.join(FORMS)}."
+            f"{OPTION} {name}: that is the format of a model family, whose own chat templates write it. Leave the "
+            f"option out for these models; for others, use {', '.join(FORMS)}."
         )
     if (one := name.removesuffix("_parallel")) in FORMS:
-        raise ConfigError(f"{OPTION} {name}: take {one}, which writes several calls of one answer side by side, too.")
-    raise ConfigError(f"{OPTION} {name}: there is {', '.join(FORMS)}.{did_you_mean(name, list(FORMS))}")
+        raise ConfigError(f"{OPTION} {name}: use {one}, which also writes several calls of one answer side by side.")
+    raise ConfigError(f"{OPTION} {name}: must be one of {', '.join(FORMS)}.{did_you_mean(name, list(FORMS))}")
 
 
 def agent_of(template: object) -> str | None:

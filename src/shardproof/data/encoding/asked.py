@@ -45,6 +45,6 @@ def check_asks(rows: Any) -> None:
     """Raise DataError where no row of an evaluation asks something."""
     if not any(last_answer(row["labels"]) for row in unpacked(rows)):
         raise DataError(
-            "--predict-with-generate: no row to evaluate on asks something, as in each of them all is learnt. Leave the"
-            " option out, or give --val-dataset rows with questions."
+            "--predict-with-generate: no evaluation row asks anything, since every token in them is learned. Leave "
+            "the option out, or give --val-dataset rows with questions."
         )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import datasets
 
 
-OF_TEXT = "it has files, and the model is one of text"  # why a row cannot be used
+OF_TEXT = "it has files, but this is a text model"  # why a row cannot be used
 
 
 @dataclass
@@ -161,7 +161,7 @@ def encode_matches(
         made, beside = outcome
         lengths = [len(encoder.marked(ids, None)) for ids in made]
         if not min(lengths):
-            bad.append(BadRow(row.source, row.line, "the tokenizer makes no token of one of its texts"))
+            bad.append(BadRow(row.source, row.line, "the tokenizer produces no tokens for one of its texts"))
             continue
         report.rows += 1
         report.longest = max(report.longest, *lengths)

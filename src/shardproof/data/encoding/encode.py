@@ -196,7 +196,7 @@ class Encoder:
     def _text_or_problem(self, row: Row) -> tuple[str, Spans] | str:
         kind = next((part["type"] for part in parts_of(row.messages)), None)
         if kind is not None:
-            return f"it has a file of kind {kind}, and this model takes text only"
+            return f"it has a file of type {kind}, but this model takes text only"
         try:
             return self.text(row)
         except Problem as problem:

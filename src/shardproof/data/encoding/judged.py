@@ -70,7 +70,8 @@ def check_variables(variables: Mapping[str, str]) -> None:
     """Raise ConfigError for a variable of the chat template that would have the model think before it answers."""
     if variables.get("enable_thinking", "false").lower() != "false":
         raise ConfigError(
-            "--template-variables enable_thinking: what answers yes or no about a pair does so at once. Leave it out."
+            "--template-variables enable_thinking: a generative reranker answers yes or no without thinking. Leave "
+            "it out."
         )
 
 
@@ -84,8 +85,8 @@ def take_pairs(tokenizer: Any, name: str, write: Write | None = None) -> None:
     template = tokenizer.chat_template
     if not isinstance(template, str):
         raise ConfigError(
-            f"The tokenizer of {name} has no chat template, or several, and a generative reranker is asked in one. Give"
-            " it one with --chat-template: 'chatml', a file with a Jinja template, or the template itself."
+            f"The tokenizer of {name} has no chat template, or several, but a generative reranker needs one. Give it "
+            "one with --chat-template: 'chatml', a file with a Jinja template, or the template itself."
         )
     if not all(re.search(rf"[\"']{role}[\"']", template) for role in (QUERY, DOCUMENT)):
         tokenizer.chat_template = _BEGINNING + template
@@ -127,7 +128,7 @@ def word_token(tokenizer: Any, word: str, name: str, write: Write | None = None)
         pieces = " ".join(map(repr, tokenizer.convert_ids_to_tokens(more)))
         raise ConfigError(
             f'The tokenizer of {name} does not write the answer "{word}" as one token, but as {pieces}: a generative'
-            " reranker compares the token of one word with that of another. --task reranker needs none."
+            " reranker compares the tokens of two words. --task reranker needs no such tokens."
         )
     return int(more[0])
 

@@ -26,7 +26,7 @@ def only_last_round(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     asked = max((i for i, turn in enumerate(before) if turn["role"] == "user"), default=-1)
     learnt = [i for i in answers if messages[i].get("loss", i > asked or "weight" in messages[i])]
     if answers and not learnt:
-        raise Problem("its last answer has loss: false, and --loss last_round learns no other")
+        raise Problem("its last answer has loss: false, but --loss last_round learns only that one")
     return [{**turn, "loss": False} if i in answers and i not in learnt else turn for i, turn in enumerate(messages)]
 
 
@@ -71,7 +71,7 @@ def _content(template: Template, messages: Sequence[dict[str, Any]], i: int, ext
     stand_in = [*messages[:i], {**messages[i], "content": MARK}, *messages[i + 1 :]]
     before, mark, behind = template.render(stand_in, **extra).partition(MARK)
     if not (mark and text.startswith(before) and text.endswith(behind)):
-        raise ValueError(f"cannot tell where messages[{i}] stands in what the chat template makes of it")
+        raise ValueError(f"cannot locate messages[{i}] in the output of the chat template")
     return len(before), len(text) - len(behind)
 
 
@@ -95,7 +95,7 @@ def with_weights(
     """
     turns = [i for i, turn in enumerate(messages) if turn["role"] == "assistant" and turn.get("loss", True)]
     if len(turns) != len(answers):
-        raise ValueError(f"the chat template marks {len(answers)} answers of {len(turns)}, so none can be weighed")
+        raise ValueError(f"the chat template marks {len(answers)} of {len(turns)} answers, so they cannot be weighted")
     parts: list[Part] = []
     for i, (start, end) in zip(turns, answers, strict=True):
         if "weight" in messages[i]:
@@ -105,7 +105,7 @@ def with_weights(
         parts += parts_of_text(sets, text, (start, template.said(text, start, end)), question)
     found = laid_over(spans, parts)
     if not any(weight for _, _, weight in found):
-        raise Problem("by --token-weights nothing of its answers weighs anything, so there is nothing to learn")
+        raise Problem("--token-weights gives all of its answers weight 0, so there is nothing to learn")
     return found
 
 

@@ -10,7 +10,7 @@ from shardproof.data.encoding.learnt import IGNORE
 from shardproof.data.rows import BadRow, Row, describe_bad
 from shardproof.errors import ConfigError, DataError
 
-CUT = "let rows be cut with --truncation"
+CUT = "allow rows to be cut with --truncation"
 
 Truncation = Literal["drop", "right", "left", "split", "raise"]
 Labelled = tuple[MutableSequence[Any], ...]  # token ids, labels and, where some weigh more than others, weights
@@ -80,7 +80,7 @@ class EncodeReport:
         return replace(self, **sums, longest=max(self.longest, other.longest), shortest=shortest)
 
     def __str__(self) -> str:
-        parts = [f"{self.kept} rows, {self.tokens} tokens, {self.learnt_tokens} of them learnt"]
+        parts = [f"{self.kept} rows, {self.tokens} tokens, {self.learnt_tokens} of them learned"]
         if self.truncated:
             parts.append(f"{self.truncated} rows cut")
         if self.split:
@@ -88,7 +88,7 @@ class EncodeReport:
         if self.dropped:
             parts.append(f"{rows_of(self.dropped)} left out as too long (the longest: {self.longest} tokens)")
         if self.unlearnable:
-            parts.append(f"{rows_of(self.unlearnable)} left out because the cut took their whole answer")
+            parts.append(f"{rows_of(self.unlearnable)} left out because truncation removed their entire answer")
         return "; ".join(parts)
 
 
@@ -100,7 +100,7 @@ def rows_of(count: int) -> str:
 def checked_length(max_length: int | None) -> None:
     """Raise ConfigError for a longest row that can hold nothing."""
     if max_length is not None and max_length < 2:
-        raise ConfigError(f"--max-length {max_length} leaves no room for a question and an answer; take at least 2.")
+        raise ConfigError(f"--max-length {max_length} leaves no room for a question and an answer; use at least 2.")
 
 
 def nothing_left(report: EncodeReport, max_length: int | None, bad: Sequence[BadRow] = (), shorter: str = CUT) -> str:
@@ -110,7 +110,7 @@ def nothing_left(report: EncodeReport, max_length: int | None, bad: Sequence[Bad
         told = describe_bad(bad, report.rows + len(bad), None, "")
         return f"{nothing_left(report, max_length, shorter=shorter)}\n{told}"
     if not report.rows:
-        return "There is no row to train on."
+        return "There are no rows to train on."
     if report.dropped == report.rows:
         return (
             f"Every row is longer than --max-length {max_length}: the {report.rows} rows have {report.shortest} to"

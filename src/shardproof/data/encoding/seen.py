@@ -80,7 +80,8 @@ class Seen:
         tools = row.extra.get("tools")
         if unseen := self._template.leaves_out(messages, tools):
             raise Problem(
-                f"it has {unseen}, and the chat template writes none; {_WITH}, or a form with --agent-template"
+                f"it has {unseen}, which the chat template does not write; {_WITH}, or choose a format with "
+                "--agent-template"
             )
         added = bool(self._system) and messages[0]["role"] == "system" and row.messages[0]["role"] not in SYSTEM
         for i, turn in enumerate(messages):
@@ -88,20 +89,20 @@ class Seen:
                 continue
             if added and i == 0:
                 raise ConfigError(
-                    "--system: the chat template of this model writes no system message, so that the model would not"
-                    f" see it. Leave --system out, or {_WITH}."
+                    "--system: this model's chat template writes no system message, so the model would not see it. "
+                    f"Leave --system out, or {_WITH}."
                 )
             raise Problem(
-                f"the chat template writes nothing of messages[{i - added}] ({turn['role']}), so that the model would"
-                f" not see it; {_WITH}, or take that turn out"
+                f"the chat template does not write messages[{i - added}] ({turn['role']}), so the model would not see "
+                f"it; {_WITH}, or remove that turn"
             )
         if lost := self._lost_thinking(messages, tools):
             i, field = lost
             what = f"{field!r}" if field == THINKING else "thinking (<think>...</think>) in the content"
             instead = ", or write it into the content as the model does (<think>...</think>)"
             raise Problem(
-                f"the chat template writes nothing of the {what} of messages[{i - added}]; {_WITH}"
-                f"{instead if field == THINKING and self._thinks('content') else ''}"
+                f"the chat template does not write the {what} of messages[{i - added}]; "
+                f"{_WITH}{instead if field == THINKING and self._thinks('content') else ''}"
             )
 
     def _finds(self, messages: Sequence[Turn], i: int, tools: Any) -> bool:

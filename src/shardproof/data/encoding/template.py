@@ -120,7 +120,7 @@ class Template:
             own = str(getattr(tokenizer, "vocab_file", "")).endswith("tekken.json")  # Mistral's form, which has none
             raise ConfigError(
                 f"The tokenizer of {name} has no chat template, which rows of messages need.\n"
-                + ("Install mistral-common, which writes that of Mistral's models.\n" if own else "")
+                + ("Install mistral-common, which provides the template of Mistral's models.\n" if own else "")
                 + "Give it one with --chat-template: 'chatml', a file with a Jinja template, or the template itself.\n"
                 "Or use rows of plain 'prompt' and 'completion', which need none."
             )
@@ -142,7 +142,7 @@ class Template:
                 errors.append("it leaves out the text of a message")
             except Exception as error:  # whatever Jinja and the template raise
                 errors.append(" ".join(str(error).split()))
-        raise ConfigError(f"The chat template fails on one question and its answer: {str(errors[0]).rstrip('.')}.")
+        raise ConfigError(f"The chat template fails on a question and its answer: {str(errors[0]).rstrip('.')}.")
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False, **extra: Any) -> str:
         """The text of a conversation; `prompt` adds what opens the next answer, or, where it goes on behind a result,
@@ -276,7 +276,7 @@ class Template:
                 return start, min(ends)
             if self._goes_on and messages[i + 1]["role"] == "tool":
                 return start, len(before)
-        raise ValueError(f"cannot tell where the answer of messages[{i}] ends in what the chat template makes of it")
+        raise ValueError(f"cannot tell where the answer in messages[{i}] ends in the output of the chat template")
 
     def _start(self, messages: Sequence[Message], i: int, text: str, extra: Mapping[str, Any]) -> int:
         try:
@@ -291,7 +291,7 @@ class Template:
         start = _common((not within and _common(opened, before)) or before, text)
         if start and len(start) >= len(_common(self._before_turn(messages, i, extra), text)):
             return self._whole_token(text, len(start))
-        raise ValueError(f"cannot tell where the answer of messages[{i}] begins in what the chat template makes of it")
+        raise ValueError(f"cannot tell where the answer in messages[{i}] begins in the output of the chat template")
 
     def _content_end(self, message: Message, i: int, text: str, start: int) -> int:
         """The end of what is surely the answer. Templates may take out thinking, but not what was said."""

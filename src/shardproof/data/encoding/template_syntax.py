@@ -25,7 +25,7 @@ def check_template(template: str) -> None:
         where = f"line {error.lineno} of the template" if is_template(template) else f"{template}:{error.lineno}"
         line = text.splitlines()[error.lineno - 1].strip() if error.lineno <= len(text.splitlines()) else ""
         raise ConfigError(
-            f"--chat-template: {where} is no Jinja: {str(error.message).rstrip('.')}.\nThe line is: {line:.200}"
+            f"--chat-template: {where} is not valid Jinja: {str(error.message).rstrip('.')}.\nThe line is: {line:.200}"
         ) from error
 
 

@@ -13,13 +13,13 @@ _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "bos_token"
 
 
 def with_defaults(template: Any, variables: Mapping[str, str]) -> str:
-    """A template with such values. Raises ConfigError for what it asks for no variable of that name, or is none."""
+    """A template with such values. Raises ConfigError if it has no variable of that name, or is not a template."""
     if not isinstance(template, str):
         raise ConfigError("--template-variables: the tokenizer has no chat template, or several. Add --chat-template.")
     asked, lines = _asked_for(template), []
     for name, value in variables.items():
         if name not in asked or name in _GIVEN:
-            raise ConfigError(f"--template-variables {name}={value}: the chat template asks for no variable {name!r}.")
+            raise ConfigError(f"--template-variables {name}={value}: the chat template has no variable {name!r}.")
         plain = value.lower() in ("true", "false", "none") or re.fullmatch(r"-?\d+(\.\d+)?", value)
         meant = value.lower() if plain else json.dumps(value, ensure_ascii=False)
         lines.append(f"{{%- if {name} is not defined %}}{{% set {name} = {meant} %}}{{% endif %}}")

@@ -121,9 +121,9 @@ def _read(name: str) -> Any:
         return BUILT_IN[name]
     if not name.endswith(".json"):
         if name == "ignore_empty_think":
-            raise ConfigError(f"{OPTION} {name}: that is --loss answer+{name}, or last_round+{name}.")
+            raise ConfigError(f"{OPTION} {name}: use --loss answer+{name} or last_round+{name} for that.")
         hint = did_you_mean(name, list(BUILT_IN))
-        raise ConfigError(f"{OPTION} {name}: there is {', '.join(BUILT_IN)}, and any .json file of your own.{hint}")
+        raise ConfigError(f"{OPTION} {name}: must be one of {', '.join(BUILT_IN)}, or a .json file of your own.{hint}")
     try:
         return json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -145,7 +145,7 @@ def _weights(said: Any, name: str) -> Weights:
     asked = {text: weight if isinstance(weight, list) else [weight] for text, weight in questions.items()}
     for text, weights in [*patterns.items(), *asked.items()]:
         if not text or not all(_is_weight(weight) for weight in weights) or len(weights) not in (1, 2):
-            raise ConfigError(f"{form}\nWhat it says of {text!r} is {json.dumps(weights)}; weights are 0 or more.")
+            raise ConfigError(f"{form}\nFor {text!r} it has {json.dumps(weights)}; weights must be 0 or more.")
     if len({len(weights) for weights in patterns.values()}) > 1 or any(len(weights) > 1 for weights in asked.values()):
         raise ConfigError(f"{form}\nThis one mixes them. To have both, name two files.")
     made = Weights(

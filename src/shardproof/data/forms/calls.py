@@ -21,7 +21,7 @@ def called(content: Any, at: str) -> list[dict[str, Any]]:
             for name, x in calls
         ]
     except (ValueError, TypeError, KeyError):
-        raise Problem(f"the content of {at} is no JSON object with 'name' and 'arguments'") from None
+        raise Problem(f"the content of {at} is not a JSON object with 'name' and 'arguments'") from None
 
 
 def turns_of_blocks(turn: Any) -> list[Any]:
@@ -95,7 +95,7 @@ def functions(tools: list[Any]) -> list[Any]:
 def _function(tool: Any, index: int) -> Any:
     tool = read_out(tool)
     if not isinstance(tool, dict):
-        raise Problem(f"tools[{index}] is no JSON object that describes a function")
+        raise Problem(f"tools[{index}] is not a JSON object that describes a function")
     if "function" in tool or "name" not in tool or tool.get("type", "function") != "function":
         return tool
     # Anthropic calls the schema of what a function takes otherwise.

@@ -38,5 +38,5 @@ def converted(form: Form, name: str, convert: Callable[[dict[str, Any]], dict[st
 
     What `convert` returns may be a record of any kind that `form` knows. Its ValueError says why a row is bad.
     """
-    expected = f"what the row format {name!r} makes into {form.expected}"
+    expected = f"rows that the row format {name!r} converts into {form.expected}"
     return replace(form, normalise=Converted(form, name, convert), expected=expected)

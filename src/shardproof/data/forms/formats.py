@@ -99,8 +99,8 @@ def _check_given(record: Mapping[str, Any], columns: Mapping[str, str]) -> None:
     given = record.get("input")
     if field is not None and isinstance(given, str) and given.strip() and "input" not in columns.values():
         raise Problem(
-            f"'input' is filled beside 'instruction', and with --columns {field}=instruction the model would not see"
-            " it: without --columns for 'instruction' and 'output', both are the question"
+            f"'input' is filled as well as 'instruction', but with --columns {field}=instruction the model would not "
+            "see it: without --columns for 'instruction' and 'output', both form the question"
         )
 
 
@@ -113,7 +113,7 @@ def _no_format(record: Mapping[str, Any]) -> str:
     first = next((first for first, second in _PAIRS.items() if second in record), None)
     if first is not None:
         return f"field '{first}' is missing beside '{_PAIRS[first]}' ({shown_fields(record)})"
-    return f"none of the known fields is here ({shown_fields(record)})"
+    return f"it has none of the known fields ({shown_fields(record)})"
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def raw_or_supervised(record: Any, columns: Mapping[str, str] | None = None, wei
     rest = {key: value for key, value in found.items() if key != "text"}
     if "text" not in (columns or ()) and (other := likely(rest, QUESTION, ANSWER)):
         raise Problem(
-            f"'text' stands beside a question and its answer ({shown_fields(found)}): --columns text=text", other
+            f"'text' appears along with a question and its answer ({shown_fields(found)}): --columns text=text", other
         )
     answer = {"role": "assistant", "content": text_field(found, "text")}
     return placed(found, [{"role": "user", "content": ""}, answer]), {}, "text"
@@ -255,8 +255,8 @@ def check_plain(record: Mapping[str, Any], names: str, but: str = "") -> None:
     for field in (*SYSTEMS, "history", "tools"):
         if field != but and record.get(field) not in (None, "", [], "[]"):
             raise Problem(
-                f"'{field}' stands beside a plain text in 'prompt', and the model would not see it: under the name"
-                f"{'s' * (' ' in names)} {names} (--columns) the row is a conversation"
+                f"'{field}' appears along with plain text in 'prompt', where the model would not see it: under the "
+                f"name{'s' * (' ' in names)} {names} (--columns) the row becomes a conversation"
             )
 
 
@@ -321,8 +321,8 @@ def tools_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """What a record gives to the chat template besides messages: its `tools`, or nothing."""
     if record.get("chat_template_kwargs") not in (None, "", {}, "{}"):
         raise Problem(
-            "'chat_template_kwargs' would be said for this row alone: what all rows say goes into --template-variables"
-            " (sizes of files into --max-pixels and the like), and the field goes"
+            "'chat_template_kwargs' would apply to this row only: put values for all rows into --template-variables "
+            "(sizes of files into --max-pixels and the like), and remove the field"
         )
     given = record.get("tools") not in (None, "", []) and list_field(record, "tools", may_be_empty=True)
     return {"tools": functions(given)} if given else {}
@@ -335,8 +335,8 @@ def _codes(codes: list[Any]) -> list[Any]:
         type(code) is int and code >= 0 for group in groups for code in group
     ):
         raise Problem(
-            "field 'codes' must be a list of whole numbers, the codes of the spoken answer, or of groups of them that"
-            " are all of one length"
+            "field 'codes' must be a list of integers, the codes of the spoken answer, or of groups of them of equal "
+            "length"
         )
     return codes
 
@@ -354,7 +354,7 @@ def checked_turn(message: Any, index: int, field: str = "messages", weighs: bool
     if role is None:
         raise Problem(f"{at} has no 'role' ({shown_fields(message) if message else 'it is empty'})")
     if role not in ROLES:
-        raise Problem(f"{at} has the role {role!r}; a role is one of {', '.join(ROLES)}")
+        raise Problem(f"{at} has the role {role!r}; roles are {', '.join(ROLES)}")
     content = message.get("content")
     acts = role == "assistant" and bool(message.get("tool_calls"))
     if content is None and not acts:
@@ -365,15 +365,15 @@ def checked_turn(message: Any, index: int, field: str = "messages", weighs: bool
     if role in ("user", "assistant") and not (text if isinstance(text, list) else text.strip()) and not acts:
         raise Problem(f"the content of {at} ({role}) is empty")
     if set(_WEIGHTS) <= set(message):
-        raise Problem(f"{at} has both 'weight' and 'loss_scale', which are two words for one thing")
+        raise Problem(f"{at} has both 'weight' and 'loss_scale', which mean the same")
     for word in _WEIGHTS:
         if (weight := message.pop(word, None)) is not None:
             if weighs and type(weight) in (int, float) and 0 < weight < inf and message.get("loss") is not False:
                 message |= {"loss": True} if weight == 1 else {"weight": weight}
                 continue
             if weight not in (0, 1) or "loss" in message:
-                allowed = "a number, 0 or more" if weighs else "0 or 1 here, where all that is learnt weighs alike"
-                raise Problem(f"{word!r} of {at} must be {allowed}, and 'loss' is another word for it")
+                allowed = "a number, 0 or more" if weighs else "0 or 1 here, where all learned tokens weigh the same"
+                raise Problem(f"{word!r} of {at} must be {allowed}; 'loss' is another name for it")
             message["loss"] = bool(weight)
     if not isinstance(message.get("loss", True), bool):
         raise Problem(f"'loss' of {at} must be true or false, not {kind_of(message['loss'])}")

@@ -23,8 +23,8 @@ def refuse_halves(used: dict[str, Any], record: Any) -> None:
             where, _ = min(own, key=lambda place: place[1] != text, default=(where, text))
             half = printable(next(c for c in text if _is_half(c)))
             raise Problem(
-                f"'{printable(where)}' has half a character ({half}), which is no text: something has cut"
-                " it in two; write all of it, or leave it out"
+                f"'{printable(where)}' has half a character ({half}), which is not valid text: something cut it in "
+                "two; write the whole character, or leave it out"
             )
     except RecursionError:
         raise Problem("it is nested too deeply") from None

@@ -100,18 +100,18 @@ class Labels:
         if self.problem == MULTI and not isinstance(values, list):
             values = [values]
         if not isinstance(values, list):
-            raise Problem(f"field 'label' is {kind_of(value)}, and {self.expected} is expected")
+            raise Problem(f"field 'label' is {kind_of(value)}, but {self.expected} is expected")
         if self.problem == REGRESSION:
             if len(values) != len(self.names):
-                raise Problem(f"field 'label' holds {len(values)} number(s), and {len(self.names)} are to be predicted")
+                raise Problem(f"field 'label' holds {len(values)} number(s), but {len(self.names)} are expected")
             return [_float(one) for one in values] if len(values) > 1 else _float(values[0])
         if values and all(isinstance(one, (bool, float)) for one in values):
             return self._places(values)
         numbers = [self._number(one) for one in values]
         if len(set(numbers)) < len(numbers):
             raise Problem(
-                "field 'label' names a label twice: it lists the labels that the row has (a yes or no for each label is"
-                " written true and false, or 1.0 and 0.0)"
+                "field 'label' names a label twice: it must list the labels of the row (or, for a yes or no per "
+                "label, contain true and false, or 1.0 and 0.0)"
             )
         return sorted(numbers)
 
@@ -128,22 +128,22 @@ class Labels:
             value = int(value)  # CSV has nothing but texts
         if isinstance(value, str):
             if not self.named:
-                raise Problem(f"field 'label' is the text {value!r:.60}, and no label has a name: add --label-names")
+                raise Problem(f"field 'label' is the text {value!r:.60}, but labels have no names: add --label-names")
             near = _near(value, self.names)
             hint = f"; did you mean {near!r}?" if near else f": they are {some_labels(self.names)}"
-            raise Problem(f"field 'label' is {value!r:.60}, and no label has that name{hint}")
+            raise Problem(f"field 'label' is {value!r:.60}, but no label has that name{hint}")
         if isinstance(value, bool) and count == 2:
             return int(value)
         if type(value) is not int:
-            raise Problem(f"field 'label' is {kind_of(value)}, and {self.expected} is expected")
+            raise Problem(f"field 'label' is {kind_of(value)}, but {self.expected} is expected")
         if not 0 <= value < count:
-            raise Problem(f"field 'label' is {value}, and the {count} labels are numbered from 0 to {count - 1}")
+            raise Problem(f"field 'label' is {value}, but the {count} labels are numbered from 0 to {count - 1}")
         return value
 
     def _places(self, values: Sequence[float]) -> list[int]:
         """The numbers of those labels that have a 1.0, or true."""
         if len(values) != len(self.names) or not set(values) <= {0.0, 1.0}:
-            raise Problem(f"field 'label' holds {len(values)} yes or no, and there are {len(self.names)} labels")
+            raise Problem(f"field 'label' holds {len(values)} yes or no, but there are {len(self.names)} labels")
         return [i for i, value in enumerate(values) if value]
 
 
@@ -153,7 +153,7 @@ def _float(value: Any) -> float:
     except (ValueError, OverflowError):
         found = math.nan
     if not math.isfinite(found):
-        raise Problem(f"field 'label' is {kind_of(value)}, and a finite number is expected")
+        raise Problem(f"field 'label' is {kind_of(value)}, but a finite number is expected")
     return found
 
 

@@ -71,17 +71,17 @@ class Matches:
         used |= FILES_FOUND.keys()
         asked = {name: value for name, value in record.items() if name not in used}
         if not asked:
-            raise Problem(f"none of 'messages', 'prompt' or 'query' is here ({shown_fields(record)})")
+            raise Problem(f"it has none of 'messages', 'prompt' and 'query' ({shown_fields(record)})")
         try:
             messages, asked_with, kind = PROMPTS.normalise(asked, None)
         except Problem as problem:
             problem.columns = likely(record, QUESTION, ANSWER) or _two_sentences(record) or problem.columns
             raise
         if "tools" in asked_with:
-            raise Problem(f"it has tools, and no text is read with them: {WRITE}")
+            raise Problem(f"it has tools, which this task does not read: {WRITE}")
         texts = all(isinstance(one, str) for some in found.values() for one in some)
         if not self.files and (has_files(messages) or not texts):
-            raise Problem("it has files, and this task takes text only")
+            raise Problem("it has files, but this task takes text only")
         turns = [turn for some in found.values() for one in some for turn in turns_of_found(one)]
         check_filled(record, turns, "a text that is to be found or ranked")
         if self.needed:
@@ -98,11 +98,11 @@ class Matches:
         if self.ranked and not found[NEGATIVE]:
             raise Problem(f"there is no 'negative' or 'negative_messages' to rank it before ({shown_fields(record)})")
         if len(found[POSITIVE]) > 1 and not self.several:
-            raise Problem(f"it has {len(found[POSITIVE])} positives, and one is expected: make a row of each")
+            raise Problem(f"it has {len(found[POSITIVE])} positives, but one is expected: make each a row")
         if self.scored and record.get(LABEL) is None:
             raise Problem(f"field 'label' is missing: how well the two texts match ({shown_fields(record)})")
         if self.scored and found[NEGATIVE]:
-            raise Problem("it has negatives, and a row whose label is learnt is two texts")
+            raise Problem("it has negatives, but a row whose label is learned consists of two texts")
 
     def _label(self, value: Any) -> float:
         try:
@@ -110,17 +110,17 @@ class Matches:
         except (ValueError, OverflowError):
             label = math.nan
         if not math.isfinite(label):
-            raise Problem(f"field 'label' is {kind_of(value)}, and a number is expected")
+            raise Problem(f"field 'label' is {kind_of(value)}, but a number is expected")
         if not self.scored and label != 1 and self.needed:
             other = "make a negative of it" if self.several else LEARN_LABELS
             raise Problem(
-                f"field 'label' is {label:g}, and this loss takes every positive as one that matches: {other}, or leave"
-                " the row out"
+                f"field 'label' is {label:g}, but this loss treats every positive as a match: {other}, or leave the "
+                "row out"
             )
         if self.binary and label not in (0, 1):
-            raise Problem(f"field 'label' is {label:g}, and --loss contrastive takes 0 and 1")
+            raise Problem(f"field 'label' is {label:g}, but --loss contrastive takes only 0 and 1")
         if self.scored and abs(label) > 1:
-            raise Problem(f"field 'label' is {label:g}, and a similarity lies between -1 and 1: scale labels to that")
+            raise Problem(f"field 'label' is {label:g}, but a similarity is between -1 and 1: scale labels accordingly")
         return label
 
     @property
@@ -164,7 +164,7 @@ def _files(record: Mapping[str, Any], field: str, documents: int) -> tuple[str, 
         listed = [listed]
     if len(listed) != documents or not all(isinstance(one, list) for one in listed):
         kind, name = FILES_FOUND[field]
-        raise Problem(f"field '{field}' is to hold a list of {name} for each {kind}, and there are {documents}")
+        raise Problem(f"field '{field}' must hold a list of {name} for each {kind}, of which there are {documents}")
     return FILES_FOUND[field][1], listed
 
 
@@ -179,7 +179,7 @@ def _documents(value: Any, field: str) -> list[tuple[Any, str]]:
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
-        raise Problem(f"field '{field}' is {kind_of(value)}, and a text, or a list of them, is expected")
+        raise Problem(f"field '{field}' is {kind_of(value)}, but a text, or a list of them, is expected")
     if value and all(isinstance(turn, dict) for turn in value):
         value = [value]
     return [(one, f"{field}[{i}]") for i, one in enumerate(value)]
@@ -195,7 +195,7 @@ def _document(value: Any, at: str, files: Mapping[str, Any]) -> Found:
         check_texts(turns, at=at)
         turns = [{**turn, "role": "user"} if turn["role"] == "assistant" else turn for turn in turns]
     else:
-        raise Problem(f"{at} is {kind_of(value)}, and a text or a list of turns is expected")
+        raise Problem(f"{at} is {kind_of(value)}, but a text or a list of turns is expected")
     try:
         turns = with_files(files, turns)
     except Problem as problem:

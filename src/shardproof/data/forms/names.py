@@ -54,8 +54,8 @@ def check_left_open(name: Sequence[str], author: Sequence[str], datasets: Sequen
     if not any(NAME in text or AUTHOR in text for text in texts):
         out = "it" if len(given) == 1 else "them"
         raise ConfigError(
-            f"{' and '.join(given)}: no row of {', '.join(datasets)} leaves open what the model is called ({NAME}) or"
-            f" who made it ({AUTHOR}). Leave {out} out, or write these words where the names are to stand."
+            f"{' and '.join(given)}: no row of {', '.join(datasets)} has a placeholder for the model's name ({NAME}) "
+            f"or author ({AUTHOR}). Leave {out} out, or write these placeholders where the names belong."
         )
 
 
@@ -72,12 +72,12 @@ def named(form: Form, datasets: Sequence[str], name: Sequence[str], author: Sequ
     """
     for flag, given in (("--model-name", name), ("--model-author", author)):
         if len(given) > 2:
-            raise ConfigError(f"{flag} {' '.join(given)}: one name is meant, or a Chinese and an English one.")
+            raise ConfigError(f"{flag} {' '.join(given)}: give one name, or a Chinese and an English one.")
     left = [source for source in datasets if OPEN in source]
     if left and not (name and author):
         raise ConfigError(
-            f"Rows of {left[0]} leave open what the model is called ({NAME}) and who made it ({AUTHOR}): give"
-            " --model-name and --model-author, each in Chinese and in English where there are rows in both."
+            f"Rows of {left[0]} have placeholders for the model's name ({NAME}) and author ({AUTHOR}): give "
+            "--model-name and --model-author, each in Chinese and in English if there are rows in both."
         )
     said = {left_open: tuple(given) for left_open, given in ((NAME, name), (AUTHOR, author)) if given}
     return replace(form, normalise=Named(form, said)) if said else form

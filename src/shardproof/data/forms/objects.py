@@ -70,7 +70,7 @@ def check_filled(
     unseen = "".join(text_of(turn["content"]) for turn in messages if PLACED not in turn)
     if record.get(OBJECTS) and (place := PLACE.search(unseen)):
         raise Problem(
-            f"{place[0]} stands for one of '{OBJECTS}' in {where}, where none is filled in: write it as the model does"
+            f"{place[0]} refers to '{OBJECTS}' in {where}, where none are filled in: write it as the model does"
         )
 
 
@@ -80,7 +80,7 @@ def _checked(objects: Any, pictures: int) -> dict[str, tuple[str, list[Any]]]:
     if not isinstance(objects, dict):
         raise Problem(f"'{OBJECTS}' must be an object with 'ref' and 'bbox'")
     if not pictures:
-        raise Problem(f"the row has '{OBJECTS}' and no picture that they could be in")
+        raise Problem(f"the row has '{OBJECTS}' but no image for them")
     refs, boxes = _listed(objects, "ref"), _listed(objects, "bbox")
     if not all(isinstance(ref, str) for ref in refs):
         raise Problem(f"'{OBJECTS}.ref' must be a list of texts")
@@ -90,8 +90,7 @@ def _checked(objects: Any, pictures: int) -> dict[str, tuple[str, list[Any]]]:
     of = _listed(objects, "image_id") or [0] * len(boxes)
     if len(of) != len(boxes) or not all(type(i) is int and 0 <= i < pictures for i in of):
         raise Problem(
-            f"'{OBJECTS}.image_id' must say for each of {len(boxes)} boxes which picture it is of, from 0 to"
-            f" {pictures - 1}"
+            f"'{OBJECTS}.image_id' must give the image of each of {len(boxes)} boxes, from 0 to {pictures - 1}"
         )
     made = [Box(_numbers(box, i, kind == "real"), of[i], kind == "real") for i, box in enumerate(boxes)]
     return {"ref-object": ("ref", refs), "bbox": ("bbox", made)}
@@ -108,7 +107,7 @@ def _numbers(box: Any, index: int, real: bool) -> tuple[float, ...]:
     """The numbers of a box, its upper left corner first, as ms-swift has it."""
     most = math.inf if real else 1
     if not isinstance(box, list) or len(box) not in (2, 4) or not all(_is_number(x) and 0 <= x <= most for x in box):
-        numbers = "numbers of pixels from 0" if real else "numbers from 0 to 1 (norm1)"
+        numbers = "pixels, 0 or more" if real else "numbers from 0 to 1 (norm1)"
         raise Problem(f"'{OBJECTS}.bbox[{index}]' must be [x1, y1, x2, y2] or a point [x, y], {numbers}")
     xs, ys = sorted(box[::2]), sorted(box[1::2])
     return tuple(number for point in zip(xs, ys, strict=True) for number in point)

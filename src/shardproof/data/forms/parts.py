@@ -54,7 +54,7 @@ def part_of_content(part: Any, at: str) -> dict[str, Any]:
         return {"type": "text", "text": part["text"]}
     known = _PART_TYPES.get(str(kind), kind)
     if known not in KINDS:
-        raise Problem(f"the content of {at} has a part of type {str(kind)!r}; a part is text, image, audio or video")
+        raise Problem(f"the content of {at} has a part of type {str(kind)!r}; parts are text, image, audio or video")
     value = next((part[key] for key in (known, str(kind), "source", "url", "path") if part.get(key) is not None), None)
     if isinstance(value, dict) and "data" in value:  # OpenAI's sounds: base64 and the name of a format; Anthropic's
         kind = value.get("media_type") or f"{known}/{value.get('format', 'wav')}"
@@ -119,7 +119,7 @@ def with_files(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> lis
             part[kind] = next(waiting[kind])
     for i, message in enumerate(messages):
         if message["role"] == "assistant" and any(part["type"] != "text" for part in message["content"]):
-            raise Problem(f"messages[{i}] is an answer with a file in it; only what is asked can hold files")
+            raise Problem(f"messages[{i}] is an answer with a file in it; only questions can contain files")
     return [{**message, "content": _joined(message["content"])} for message in messages]
 
 
@@ -156,7 +156,7 @@ def shown(file: Any) -> str:
     if isinstance(file, bytes):
         return f"{len(file)} bytes"
     if isinstance(file, list):
-        return f"a video of {len(file)} pictures"
+        return f"a video of {len(file)} frames"
     if file.startswith("data:"):
         return f"{file[:24]}..."
     return file if len(file) <= LONGEST_SHOWN else f"{file[:LONGEST_SHOWN]}... ({len(file)} characters)"
@@ -213,7 +213,7 @@ def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
 def _put_first(messages: list[dict[str, Any]], parts: list[dict[str, Any]]) -> None:
     first = next((m for m in messages if m["role"] == "user"), None)
     if first is None:
-        raise Problem("the record names files, but has no turn of role 'user' that they could belong to")
+        raise Problem("the record names files, but has no turn of role 'user' for them")
     first["content"] = parts + first["content"]
 
 

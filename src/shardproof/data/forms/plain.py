@@ -42,10 +42,10 @@ def _check_seen(messages: Messages, extra: Mapping[str, Any]) -> None:
         lost = next((name for name in ("tool_calls", THINKING) if any(turn.get(name) for turn in messages)), None)
     if lost is not None:
         raise Problem(
-            f"it has '{lost}', which only a chat template writes: leave --plain out, or take it out of the row"
+            f"it has '{lost}', which only a chat template writes: leave --plain out, or remove it from the row"
         )
     if roles not in SHAPES:
         raise Problem(
-            f"it has {len(roles)} turns ({', '.join(roles[:6])}), and --plain joins a question and its answer as they"
-            " stand, or takes an answer alone"
+            f"it has {len(roles)} turns ({', '.join(roles[:6])}), but --plain joins one question and its answer, or "
+            "takes an answer alone"
         )

@@ -53,7 +53,7 @@ def _pair(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
     for field in (*FILE_FIELDS, OBJECTS, "tools"):
         other = record.get(f"rejected_{field}")
         if other not in (None, []) and other != record.get(field):
-            raise Problem(f"'rejected_{field}' are others than '{field}': both answers are compared on the same here")
+            raise Problem(f"'rejected_{field}' differ from '{field}': both answers must be about the same ones")
     for field in ("rejected_response", "rejected_messages"):
         if record.get(field) not in (None, "", []):
             break
@@ -138,7 +138,7 @@ def _check_learnt_whole(turns: Messages, named: str) -> None:
     """Raise Problem where a part of an answer is not to be learnt: TRL's trainers would learn it all the same."""
     check_learnt(turns, f" of {named}")
     if any(turn["role"] == "assistant" and not turn.get("loss", True) for turn in turns):
-        raise Problem(f"a turn of {named} has loss: false, and such answers are learnt whole")
+        raise Problem(f"a turn of {named} has loss: false, but these answers are always learned in full")
 
 
 def _judged(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
@@ -161,7 +161,7 @@ def _prompt(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
     used = {field, "system", "history", "tools", "input"} if field in ("query", "instruction") else {field, "system"}
     kind: Literal["chat", "text"] = "chat"
     if not field:
-        lacks = f"none of 'messages', 'prompt' or 'query' is here ({shown_fields(record)})"
+        lacks = f"it has none of 'messages', 'prompt' and 'query' ({shown_fields(record)})"
         raise Problem(lacks, likely(record, QUESTION))
     if field in TURNS or (field != "instruction" and (not isinstance(record[field], str) or are_turns(record[field]))):
         messages = turns_of(record, field)
@@ -189,7 +189,7 @@ def _prompt(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
 def _check_no_files(record: Mapping[str, Any]) -> None:
     for field in FILE_FIELDS:
         if record.get(field):
-            raise Problem(f"'{field}' stands beside a plain text; with files, give 'messages' or 'query'")
+            raise Problem(f"'{field}' appears along with plain text; with files, give 'messages' or 'query'")
 
 
 def _last_answer(messages: Messages) -> int:
@@ -216,4 +216,4 @@ PAIRS = Form(
     " 'prompt' + 'chosen' + 'rejected'.",
 )
 JUDGED = Form(_judged, "'messages', 'query' + 'response' or 'prompt' + 'completion', with 'label': true or false.")
-PROMPTS = Form(_prompt, "'messages', 'query' or 'prompt', and whatever else the rewards want.")
+PROMPTS = Form(_prompt, "'messages', 'query' or 'prompt', and any other fields that the rewards need.")

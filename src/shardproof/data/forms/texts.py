@@ -8,14 +8,16 @@ from typing import Any
 from shardproof.data.forms.parts import Problem
 
 THINKING = "reasoning_content"
-WRITE = "write it into the texts, or take it out"
+WRITE = "write it into the texts, or remove it"
 
 
 def check_texts(turns: Sequence[Any], tools: Any = None, at: str = "messages") -> None:
     """Raise Problem for what turns hold beside their texts, where these are all that is read."""
     if tools:
-        raise Problem(f"it has tools, and no chat template reads them: {WRITE}")
+        raise Problem(f"it has tools, but there is no chat template to write them: {WRITE}")
     for i, turn in enumerate(turns):
         for field, what in (("tool_calls", "calls of tools"), (THINKING, "thinking")):
             if turn.get(field):
-                raise Problem(f"{at}[{i}] has {what} beside its text, and no chat template reads it: {WRITE}")
+                raise Problem(
+                    f"{at}[{i}] has {what} besides its text, but there is no chat template to write it: {WRITE}"
+                )

@@ -80,9 +80,8 @@ class MediaCollator:
         except RuntimeError as error:  # of torch, about sizes
             rows = ", ".join(feature["row"].where for feature, _ in left)
             raise DataError(
-                f"What the files of {rows} become does not go into one batch of this model: its processor takes no"
-                " videos of different numbers of frames together, or pictures of different sizes."
-                "\nTrain with --per-device-batch-size 1."
+                f"The files of {rows} do not fit into one batch of this model: its processor cannot batch videos with "
+                "different numbers of frames, or images of different sizes.\nTrain with --per-device-batch-size 1."
             ) from error
 
     def _codes(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:

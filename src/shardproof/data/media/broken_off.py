@@ -19,4 +19,6 @@ def check_whole(sound: Any) -> None:
         told, there = map(int, found.groups())
         if there < told < OPEN_ENDED:
             lasts = sound.frames / sound.samplerate
-            raise Problem(f"it breaks off: its header tells of {lasts * told / there:.2f} s, and {lasts:.2f} are there")
+            raise Problem(
+                f"it is truncated: its header says {lasts * told / there:.2f} s, but only {lasts:.2f} s are there"
+            )

@@ -57,7 +57,7 @@ class MediaMatchEncoder(MatchEncoder):
     """
 
     cuts = False
-    shorter = "make files smaller (--max-pixels, --max-frames): rows of a model that takes files are never cut"
+    shorter = "make files smaller (--max-pixels, --max-frames): rows for a model that takes files are never cut"
     answered = False  # whether an answer may be read, too
 
     def __init__(self, processor: Any, limits: Limits, system: str | None = None) -> None:
@@ -146,7 +146,7 @@ class MediaMatchCollator:
         try:
             batch = self.encoder.batch(texts, files)
         except Problem as problem:
-            raise DataError(f"{kept[0]['row'].where} and those beside it: {problem}") from problem
+            raise DataError(f"{kept[0]['row'].where} and the rows next to it: {problem}") from problem
         return batch | {"labels": self.labels(kept, laid_out, batch["attention_mask"])}
 
     def laid_out(self, each: Sequence[Sequence[Read]]) -> list[Read]:

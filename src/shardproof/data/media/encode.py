@@ -164,13 +164,13 @@ class MediaEncoder:
         for part in parts_of(row.messages):
             if part["type"] not in self.takes:
                 taken = f"the model takes {', '.join(self.takes)}"
-                marks = f"{type(self.processor).__name__} has no token that stands for one in a text"
-                raise Problem(f"it has a file of kind {part['type']}, {taken if self.takes else f'and {marks}'}")
+                marks = f"{type(self.processor).__name__} has no token for one in a text"
+                raise Problem(f"it has a file of type {part['type']}, but {taken if self.takes else marks}")
         files = files_of(row, self.limits)
         for message in row.messages:
             lost = [kind for kind in placeholders(_only_text(message)) if kind in self.takes and not files[kind]]
             if lost and message["role"] != "assistant":
-                raise Problem(f"<{lost[0]}> stands in the text, and the row names no {lost[0]}")
+                raise Problem(f"the text contains <{lost[0]}>, but the row names no {lost[0]}")
         return files
 
     def filled(self, row: Row) -> list[dict[str, Any]]:
@@ -309,7 +309,7 @@ class MediaEncoder:
         """What the processor makes of texts with files. Raises Problem where it refuses them, or where a text has a
         token that only files become: the model would look for one more."""
         if token := next((token for token in self._made for text in texts if token in text), None):
-            raise Problem(f"{token} stands in the text, which is a token of a file: write it in another way")
+            raise Problem(f"{token} is in the text, but is a token for files: write it differently")
         text_options = {**options.pop("text_kwargs"), "add_special_tokens": False}
         if "return_tensors" not in options:  # of texts; some processors count the tokens of files that are tensors only
             options |= {f"{name}_kwargs": {"return_tensors": "pt"} for name in _NAMES.values()}
@@ -318,7 +318,7 @@ class MediaEncoder:
             name: {**options.get(name, {}), **given.pop(name)} for name in list(given) if name.endswith("_kwargs")
         }
         if "images" in given and "videos" in given and share_names(self.processor):
-            raise Problem(f"{type(self.processor).__name__} takes no pictures beside videos in one row")
+            raise Problem(f"{type(self.processor).__name__} does not take images and videos in one row")
         if hasattr(self.processor, _COMPLETES):
             options[_COMPLETES] = True
         try:

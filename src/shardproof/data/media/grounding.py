@@ -42,8 +42,8 @@ class Grounded:
         if form is None:
             known = ", ".join(family.name for family in FAMILIES if family.grounding is not None)
             raise Problem(
-                f"its '{OBJECTS}' cannot be filled in: how models with {type(self._processor).__name__} write them is"
-                f" not known, as it is of {known}. Write names and coordinates into the text"
+                f"its '{OBJECTS}' cannot be filled in: their format for models with {type(self._processor).__name__} "
+                f"is not known, only that for {known}. Write names and coordinates into the text"
             )
         if isinstance(thing, str):
             return form.name.format(thing)
@@ -51,8 +51,8 @@ class Grounded:
         width, height = full_size(picture)
         if thing.real and any(x >= side + EDGE for x, side in zip(thing.numbers, (width, height) * 2, strict=False)):
             raise Problem(
-                f"a box of its '{OBJECTS}', {list(thing.numbers)}, reaches out of picture {thing.picture + 1}, which"
-                f" has {width} x {height} pixels"
+                f"a box of its '{OBJECTS}', {list(thing.numbers)}, extends beyond image {thing.picture + 1}, which "
+                f"has {width} x {height} pixels"
             )
         whole = (width, height) if thing.real else (1, 1)
         sides = self._as_resized(picture.size) if form.pixels else (1000, 1000)

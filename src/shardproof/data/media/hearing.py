@@ -39,7 +39,7 @@ class Hearing:
             with _quiet():
                 self._try(max(lasts, min(2 * lasts, self._most)))  # twice: few lengths are tried, whatever the order
         if self._window is not None and lasts > self._window + LEAST_SECONDS:
-            raise Problem(f"it lasts {lasts:.1f} s, and this model hears {self._window:.1f}")
+            raise Problem(f"it lasts {lasts:.1f} s, but this model takes at most {self._window:.1f} s")
 
     def _try(self, seconds: float) -> None:
         """Find out whether a sound of so many seconds is heard whole, or how much of it is."""

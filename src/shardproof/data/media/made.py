@@ -43,7 +43,7 @@ def check_seen(replaced: Sequence[Any]) -> None:
     """Raise Problem for a file that the processor puts no token in the place of."""
     for change in replaced:
         if not change["replacement"]:
-            raise Problem("a file is too small or too short for this model: it takes no token")
+            raise Problem("a file is too small or too short for this model: it becomes no tokens")
 
 
 def after_replacement(text: str, spans: Spans, replaced: Sequence[Any]) -> tuple[str, Any]:

@@ -96,7 +96,7 @@ def read_image(file: Any, row: Row, limits: Limits) -> Image:
         with _picture(_opened(file, row, limits)) as picture:
             return _still(picture, limits)
     except (*BROKEN, Image.DecompressionBombError) as error:
-        raise Problem(f"no picture that can be read: {_reason(error)}") from None
+        raise Problem(f"not a readable image: {_reason(error)}") from None
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def _in_rgb(picture: Image) -> Image:
 
         picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     elif picture.mode in ("I", "F"):
-        raise Problem("its pixels are numbers of 32 bits, whose range is not known: save it with 8 or 16 bits")
+        raise Problem("its pixels have 32 bits, whose range is unknown: save it with 8 or 16 bits")
     if not picture.has_transparency_data:
         return picture.convert("RGB")
     layer = picture.convert("RGBA")
@@ -145,13 +145,13 @@ def read_audio(file: Any, row: Row, limits: Limits) -> np.ndarray[Any, Any]:
             check_whole(sound)
             samples, rate = sound.read(dtype="float32", always_2d=True), sound.samplerate
     except (OSError, RuntimeError, ValueError) as error:
-        raise Problem(f"no sound that can be read: {_reason(error)}") from None
+        raise Problem(f"not readable audio: {_reason(error)}") from None
     if not len(samples):
-        raise Problem("the sound is empty")
+        raise Problem("the audio is empty")
     if len(samples) < LEAST_SECONDS * rate:
-        raise Problem(f"it lasts {len(samples) / rate:.3f} s, a sound needs at least {LEAST_SECONDS:g}")
+        raise Problem(f"it lasts {len(samples) / rate:.3f} s, audio needs at least {LEAST_SECONDS:g}")
     if not math.isfinite(samples.sum()):
-        raise Problem("the sound holds values that are not finite (NaN or infinite)")
+        raise Problem("the audio holds values that are not finite (NaN or infinite)")
     return resampled(samples.mean(axis=1), rate, limits.sampling_rate)
 
 
@@ -162,7 +162,7 @@ def read_video(file: Any, row: Row, limits: Limits) -> Frames:
         numbers = spread(len(file), limits.max_frames)
         frames = Frames([read_image(file[i], row, limits) for i in numbers], numbers)
         if len({frame.size for frame in frames}) > 1:
-            raise Problem("the pictures of the video differ in size")
+            raise Problem("the frames of the video differ in size")
         return frames
     source = _opened(file, row, limits)
     from PIL import Image
@@ -176,7 +176,7 @@ def read_video(file: Any, row: Row, limits: Limits) -> Frames:
             return _animation(moving, limits)
     except (*BROKEN, Image.DecompressionBombError) as error:
         if is_picture or isinstance(error, Image.DecompressionBombError):
-            raise Problem(f"no video that can be read: {_reason(error)}") from None
+            raise Problem(f"not a readable video: {_reason(error)}") from None
     source.seek(0)
     return _film(source, limits)
 
@@ -215,7 +215,7 @@ def _film(source: Any, limits: Limits) -> Frames:
     try:
         with av.open(source) as film:
             if not film.streams.video:
-                raise Problem("the video has no picture")
+                raise Problem("the video has no frames")
             _check_size(film.streams.video[0].width, film.streams.video[0].height)
             _check_seconds(float(film.duration or 0) / av.time_base, limits)
             total, began, lasts = 0, None, 0.0  # seconds
@@ -226,7 +226,7 @@ def _film(source: Any, limits: Limits) -> Frames:
                     _check_seconds(lasts, limits)
                 total += 1
             if not total:
-                raise Problem("the video has no picture")
+                raise Problem("the video has no frames")
             rate = film.streams.video[0].average_rate
             wanted = spread(total, limits.frames_in(lasts + 1 / rate if rate else None))
             film.seek(0)
@@ -238,7 +238,7 @@ def _film(source: Any, limits: Limits) -> Frames:
             pictures = [_upright(scaled(picture, limits), frame) for picture, frame in shown]
             return Frames(pictures, wanted, float(rate) if rate else None)
     except (av.FFmpegError, ValueError) as error:
-        raise Problem(f"no video that can be read: {_reason(error)}") from None
+        raise Problem(f"not a readable video: {_reason(error)}") from None
 
 
 def _upright(picture: Image, frame: Any) -> Image:
@@ -308,8 +308,8 @@ def located(file: str, row: Row, limits: Limits) -> Path:
     """Where the file lies, links followed. Raises Problem for an address of a network, and outside of the root."""
     if _is_address(file):
         raise Problem(
-            "an address on a network; nothing is fetched: download the file and name its path, or allow it with"
-            " --allow-remote-media"
+            "a network address, which is not fetched: download the file and give its path, or allow it with "
+            "--allow-remote-media"
         )
     root = (limits.root or Path(row.source).expanduser().parent) if row.source else Path("/")
     try:
@@ -319,9 +319,9 @@ def located(file: str, row: Row, limits: Limits) -> Path:
             path = (root / unquote(file.removeprefix("file://").removeprefix("localhost"))).resolve()
             there = _is_there(path)
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name too long, no such user
-        raise Problem(f"no path of a file: {_reason(error)}") from None
+        raise Problem(f"not a file path: {_reason(error)}") from None
     if not path.is_relative_to(root.resolve()):
-        raise Problem(f"it lies outside of {root.resolve()}; --media-root names the folder that files may lie in")
+        raise Problem(f"it is outside {root.resolve()}; --media-root names the folder that files may be in")
     if not path.is_file():
         raise Problem("there is no such file" if not there else "it is not a file")
     return path
@@ -377,7 +377,7 @@ def _soundfile() -> Any:
     try:
         import soundfile
     except (ImportError, OSError):  # the wheel brings libsndfile; a source build may lack it
-        raise Problem("sounds need the package soundfile: pip install 'shardproof[media]'") from None
+        raise Problem("audio needs the package soundfile: pip install 'shardproof[media]'") from None
     return soundfile
 
 

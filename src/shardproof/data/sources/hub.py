@@ -70,16 +70,16 @@ def is_cached(of: HubName) -> bool:
 
 
 def no_datasets(name: str) -> DataError:
-    return DataError(f"{name}: the hub needs datasets; pip install 'shardproof[train]' brings it.")
+    return DataError(f"{name}: reading from the hub needs the package datasets: pip install 'shardproof[train]'.")
 
 
 def not_given(name: str, error: Exception) -> DataError:
     """What to say where the hub gives no dataset."""
     reason = " ".join(str(error).split())[:400] or type(error).__name__
     return DataError(
-        f"There is no file {name}, and the hub gives no such dataset: {reason}\n"
-        "Name a file, or OWNER/NAME; OWNER/NAME:SUBSET where it has several subsets, OWNER/NAME@SPLIT for another "
-        "split than 'train', OWNER/NAME@SPLIT@REVISION for another state of it than the newest."
+        f"There is no file {name}, and no such dataset on the hub: {reason}\nName a file, or OWNER/NAME; "
+        "OWNER/NAME:SUBSET if it has several subsets, OWNER/NAME@SPLIT for a split other than 'train', "
+        "OWNER/NAME@SPLIT@REVISION for a revision other than the newest."
     )
 
 

@@ -37,12 +37,12 @@ def fetch(kind: Literal["model", "dataset"], name: str, revision: str | None = N
     from shardproof.data.sources.hub import silence_of
 
     if name.count("/") != 1:
-        raise ConfigError(f"{PREFIX}{name}: what ModelScope's hub shall give is named {PREFIX}OWNER/NAME.")
+        raise ConfigError(f"{PREFIX}{name}: names on ModelScope's hub have the form {PREFIX}OWNER/NAME.")
     try:
         from modelscope_hub.compat import snapshot_download
     except ImportError:
         raise ConfigError(
-            f"{PREFIX}{name}: ModelScope's hub needs its client; pip install 'shardproof[modelscope]' brings it."
+            f"{PREFIX}{name}: ModelScope's hub needs its client: pip install 'shardproof[modelscope]'."
         ) from None
     logging.getLogger("modelscope_hub").setLevel(logging.WARNING)  # its progress bars say what it does
     silent = silence_of(endpoint(), PATIENCE)
@@ -64,4 +64,4 @@ def fetch(kind: Literal["model", "dataset"], name: str, revision: str | None = N
                 f"cannot be reached ({silent})."
             ) from None
         reason = str(error).split("\n", 1)[0] or type(error).__name__
-        raise ConfigError(f"ModelScope's hub {endpoint()} gives no {kind} {name}: {reason}") from None
+        raise ConfigError(f"ModelScope's hub {endpoint()} has no {kind} {name}: {reason}") from None

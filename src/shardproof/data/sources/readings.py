@@ -65,7 +65,7 @@ def _opened(path: Path, offset: int) -> BinaryIO:
     file = path.open("rb")
     file.seek(max(0, offset - 1))
     if offset and file.read(1) != b"\n" and offset != path.stat().st_size:
-        raise DataError(f"{path} is not what it was when the checkpoint was written: no line begins at byte {offset}.")
+        raise DataError(f"{path} has changed since the checkpoint was written: no line begins at byte {offset}.")
     return file
 
 
@@ -90,8 +90,8 @@ def _json(name: str, path: Path, columns: dict[str, str]) -> Lines:
         first = next(stripped[:1] for line in file if (stripped := line.removeprefix(BOM).strip()))
     if first == b"[":
         raise DataError(
-            f"{name} is one JSON list, which has to be in memory as a whole: it cannot be read with --streaming.\n"
-            "Write it as JSON Lines, a row a line."
+            f"{name} is a single JSON list, which has to be in memory as a whole, so it cannot be read with "
+            "--streaming.\nWrite it as JSON Lines, one row per line."
         )
     return Lines(name, path, columns)
 
@@ -232,7 +232,7 @@ class _Hub:
                 record = next(rows, None)
             except Exception as error:  # the network, after the tries that datasets makes
                 reason = " ".join(str(error).split())[:400] or type(error).__name__
-                raise DataError(f"{self._name}: the hub gives no row {self._row + 1}: {reason}") from None
+                raise DataError(f"{self._name}: the hub does not return row {self._row + 1}: {reason}") from None
             if record is None:
                 return
             self._row += 1

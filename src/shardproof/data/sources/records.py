@@ -74,21 +74,21 @@ def open_source(
     kind = (kinds or KINDS).get(path.suffix.lower())
     if path.is_dir():
         if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-            raise DataError(f"{name} is a folder that save_to_disk of datasets has written. {FIRST['.arrow']}")
+            raise DataError(f"{name} is a folder written by save_to_disk of datasets. {FIRST['.arrow']}")
         if (path / SAID).is_file():
-            raise DataError(f"{name} is a folder of rows that are encoded, which --cached-dataset takes.")
+            raise DataError(f"{name} is a folder of encoded rows; give it to --cached-dataset.")
         files = sorted(p.name for p in path.iterdir() if p.suffix.lower() in KINDS)
         inside = f" It holds {', '.join(files[:5])}{', ...' if len(files) > 5 else ''}." if files else ""
-        raise DataError(f"{name} is a folder. Name the files in it that are to be read.{inside}")
+        raise DataError(f"{name} is a folder. Name the files in it to read.{inside}")
     if not path.exists():
         raise DataError(
-            f"There is no file {name}{_hint(path)}. Name a file, a dataset of the hub (OWNER/NAME), or 'stdlib' for "
+            f"There is no file {name}{_hint(path)}. Name a file, a dataset on the hub (OWNER/NAME), or 'stdlib' for "
             "the embedded rows."
         )
     if kind is None:
         ending = f"ends in {path.suffix!r}" if path.suffix else "has no extension"
         first = FIRST.get(path.suffix.lower(), "")
-        raise DataError(f"{name} {ending}; what can be read ends in {', '.join(KINDS)}.{first and ' '}{first}")
+        raise DataError(f"{name} {ending}; files to read end in {', '.join(KINDS)}.{first and ' '}{first}")
     try:
         with path.open("rb") as file:
             if not any(chunk.removeprefix(BOM).strip() for chunk in iter(lambda: file.read(65536), b"")):
@@ -199,7 +199,7 @@ class JsonListSource:
             self._records.append((line(begin), value))
             yield len(self._records) - 1, line(begin), value
         if (at := skip(at + 1)) < len(text):  # such as another list, where files were joined
-            problem = BadRecord("not JSON: the list has ended; what stands behind it was not read")
+            problem = BadRecord("not JSON: the list has ended; the text after it was not read")
             yield len(self._records), line(at), problem
 
     def record(self, number: int) -> tuple[int, Any]:
@@ -259,7 +259,7 @@ class CsvSource:
 
 def _told(error: Exception) -> str:
     if "new-line character" in str(error):  # Python's words are about an argument of open()
-        return r"a carriage return (\r) ends a line without a newline (\n): write the file anew with newlines"
+        return r"a carriage return (\r) ends a line without a newline (\n): rewrite the file with newlines"
     return str(error)
 
 
@@ -344,7 +344,7 @@ class ParquetSource(TableSource):
 
 
 def no_parquet(name: str) -> DataError:
-    return DataError(f"{name}: Parquet needs pyarrow; pip install 'shardproof[train]' brings it.")
+    return DataError(f"{name}: Parquet needs pyarrow: pip install 'shardproof[train]'.")
 
 
 class StdlibSource:
@@ -388,7 +388,7 @@ def _reason(error: Exception) -> str:
 FIRST = {
     ".txt": 'Of text, write a line {"text": ...} for each document.',
     ".gz": "Unpack it first: gunzip FILE.",
-    ".arrow": "Write it as one first: datasets.load_from_disk(FOLDER).to_parquet('train.parquet').",
+    ".arrow": "Convert it first: datasets.load_from_disk(FOLDER).to_parquet('train.parquet').",
 }
 KINDS: dict[str, Any] = {
     ".jsonl": json_source,

@@ -65,7 +65,7 @@ def fetched_once(address: str, folder: Path, most_bytes: int, seconds: float) ->
                 raise
         os.replace(part.name, path)
     except OSError as error:
-        raise Problem(f"it cannot be kept in {folder}: {error.strerror or error}") from None
+        raise Problem(f"it cannot be stored in {folder}: {error.strerror or error}") from None
     return content
 
 
@@ -105,4 +105,4 @@ def _too_long(most: int) -> str:
 
 
 def _too_slow(seconds: float) -> str:
-    return f"it is not here after {seconds:g} s"
+    return f"it did not arrive within {seconds:g} s"
