@@ -319,7 +319,7 @@ def test_an_option_means_what_it_means_there(theirs, ours):
             "--agent_template qwen_en_parallel",
             "--agent-template qwen_en_parallel: use qwen_en, which also writes several",
         ),
-        ("--agent_template toolbench", "--agent-template toolbench: there is hermes, react_en"),
+        ("--agent_template toolbench", "--agent-template toolbench: must be one of hermes, react_en"),
         ("--reward_adapters run", "equivalent here; merge them with 'shardproof export RUN FOLDER'"),
         ("--resume_only_model true", "equivalent here; run 'shardproof export CHECKPOINT FOLDER'"),
         ("--reft_rank 8", "There is no option --reft-rank. It belongs to a tuner of ms-swift that does not exist here"),

@@ -267,7 +267,9 @@ def test_forms_of_models_are_refused(name: str) -> None:
 
 
 def test_what_is_no_form_is_refused(tokenizer: Any, write: Any) -> None:
-    with pytest.raises(ConfigError, match=re.escape("--agent-template reakt_en: there is hermes, ") + ".*react_en"):
+    with pytest.raises(
+        ConfigError, match=re.escape("--agent-template reakt_en: must be one of hermes, ") + ".*react_en"
+    ):
         with_agent(PLAIN_CHATML, "reakt_en")
     with pytest.raises(ConfigError, match="no chat template, or several"):
         with_agent(None, "hermes")

@@ -376,7 +376,7 @@ def test_rows_that_a_model_of_text_cannot_take_may_be_passed_over(tokenizer, tmp
     rows = read_rows([str(file)])
     dataset = encode_rows(rows, tokenizer, max_length=None, bad_rows="skip")
     assert [row.line for row in rows.skipped] == [1, 6, 302, 602]
-    assert "file of kind image" in str(rows.skipped[1])
+    assert "file of type image" in str(rows.skipped[1])
     assert len(dataset) == dataset.report.rows == 697
     texts = [tokenizer.decode(row["input_ids"]) for row in dataset]
     assert all(f"\n{i}<" in text for i, text in zip([i for i in range(700) if i % 300], texts, strict=True))

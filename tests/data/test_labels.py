@@ -58,7 +58,7 @@ def test_a_label_is_read(labels: Labels, given: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("labels", "given", "why"),
     [
-        (THREE, 3, "is 3, and the 3 labels are numbered from 0 to 2"),
+        (THREE, 3, "is 3, but the 3 labels are numbered from 0 to 2"),
         (THREE, -1, "is -1"),
         (THREE, 1.5, "a whole number from 0 to 2 is expected"),
         (THREE, True, "a boolean"),
@@ -74,7 +74,7 @@ def test_a_label_is_read(labels: Labels, given: Any, expected: Any) -> None:
         (AMOUNT, "much", "a finite number is expected"),
         (AMOUNT, float("nan"), "a finite number is expected"),
         (AMOUNT, True, "a finite number is expected"),
-        (Labels.numbered(2, REGRESSION), [1], "holds 1 number(s), and 2 are to be predicted"),
+        (Labels.numbered(2, REGRESSION), [1], "holds 1 number(s), but 2 are expected"),
         (Labels.numbered(2, REGRESSION), 1, "a list of 2 numbers is expected"),
     ],
 )

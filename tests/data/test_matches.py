@@ -56,7 +56,7 @@ def test_labels_are_those_of_pairs() -> None:
         (Matches(), {"query": "q"}, "there is no 'positive', 'positive_messages' or 'response' (it has query)"),
         (Matches(), {"query": "q", "positive": ""}, "field 'positive' is empty"),
         (Matches(), {"query": "q", "positive_messages": []}, "field 'positive_messages' is empty"),
-        (Matches(), {"positive": "p"}, "none of 'messages', 'prompt' or 'query' is here"),
+        (Matches(), {"positive": "p"}, "it has none of 'messages', 'prompt' and 'query'"),
         (Matches(), {"query": "q", "positive": ["a", "b"]}, "it has 2 positives, but one is expected"),
         (Matches(), {"query": "q", "positive": " "}, "positive[0] is empty"),
         (Matches(), {"query": "q", "positive": 3}, "field 'positive' is a number (3), but a text"),
@@ -75,7 +75,7 @@ def test_labels_are_those_of_pairs() -> None:
         (Matches(scored=True), {"query": "q", "positive": "p", "label": 4}, "between -1 and 1: scale labels"),
         (Matches(scored=True), {"query": "q", "positive": "p", "label": "x"}, "a number is expected"),
         (Matches(scored=True), {"query": "q", "positive": "p", "negative": "n", "label": 1}, "it has negatives"),
-        (Matches(scored=True, binary=True), {"query": "q", "positive": "p", "label": 0.5}, "takes 0 and 1"),
+        (Matches(scored=True, binary=True), {"query": "q", "positive": "p", "label": 0.5}, "takes only 0 and 1"),
     ],
 )
 def test_bad_rows(kind: Matches, record: dict[str, Any], why: str) -> None:

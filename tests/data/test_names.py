@@ -60,7 +60,7 @@ def test_fields_of_other_names_and_functions_of_the_users_see_what_is_filled_in(
 def test_a_model_does_not_learn_to_be_called_by_a_placeholder(tmp_path):
     """Whoever names rows of self-cognition and no names is told before anything is read."""
     for names in ([[], []], [["robot"], []]):
-        with pytest.raises(ConfigError, match=r"cognition#500 leave open .* --model-name and --model-author"):
+        with pytest.raises(ConfigError, match=r"cognition#500 have placeholders .* --model-name and --model-author"):
             named(SFT, ["a.jsonl", "MS::swift/self-cognition#500"], *names)
     with pytest.raises(ConfigError, match="--model-author a b c: give one name, or a Chinese and an English one"):
         named(SFT, [], ["robot"], ["a", "b", "c"])

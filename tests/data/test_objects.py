@@ -102,7 +102,7 @@ def test_of_pairs_only_what_is_better_has_places() -> None:
     plain = {"prompt": "find it", "chosen": "<bbox>", "rejected": "nowhere", "objects": objects}
     for bad, problem in (
         ({**pair, "rejected_response": "<bbox>!"}, "<bbox> refers to 'objects' in a plain text or a rej"),
-        ({**pair, "rejected_objects": {"ref": [], "bbox": []}}, "'rejected_objects' are others than 'objects'"),
+        ({**pair, "rejected_objects": {"ref": [], "bbox": []}}, "'rejected_objects' differ from 'objects'"),
         (plain, "<bbox> refers to 'objects' in a plain text"),
     ):
         with pytest.raises(Problem, match=problem):

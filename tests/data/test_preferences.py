@@ -109,7 +109,7 @@ def test_a_prompt_keeps_its_other_columns_and_loses_its_answer() -> None:
         (JUDGED, {"messages": [Q, A]}, "field 'label' is missing"),
         (JUDGED, {"messages": [Q, A], "label": "good"}, "'label' must be true or false, not 'good'"),
         (PROMPTS, {"messages": [A]}, "the last turn must be a question"),
-        (PROMPTS, {"text": "2+2?"}, "none of 'messages', 'prompt' or 'query'"),
+        (PROMPTS, {"text": "2+2?"}, "none of 'messages', 'prompt' and 'query'"),
         (PROMPTS, {"query": ""}, "field 'query' is empty"),
     ],
 )
@@ -131,7 +131,7 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path) -> None:
 
 def test_pictures_of_the_worse_answer_alone_are_refused() -> None:
     seen = {"role": "user", "content": "<image>?"}
-    with pytest.raises(Problem, match="'rejected_images' are others than 'images'"):
+    with pytest.raises(Problem, match="'rejected_images' differ from 'images'"):
         PAIRS.normalise({"messages": [seen, A], "images": ["a.png"], "rejected_images": ["b.png"]}, None)
 
 

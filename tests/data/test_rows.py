@@ -419,8 +419,8 @@ def test_skipping_every_row_is_an_error(write):
     [
         ("a.jsonl", "", "is empty"),
         ("a.jsonl", " \n\n", "is empty"),
-        ("a.json", "[]", "holds no row"),
-        ("a.csv", "query,response\n", "holds no row"),
+        ("a.json", "[]", "has no rows"),
+        ("a.csv", "query,response\n", "has no rows"),
         ("a.csv", "query,query\na,b\n", "names the column 'query' twice"),
         ("a.csv", "query,response\na,b,c\n", "a.csv:2: 3 values for the 2 columns of the header"),
         ("a.csv", b"query,response\na,\xff\n", "a.csv:2: not UTF-8 text"),

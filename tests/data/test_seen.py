@@ -128,7 +128,7 @@ def test_thinking_in_the_content_that_is_not_written_makes_a_bad_row(tokenizer: 
             if not bad:
                 text_of(tokenizer, one)
                 continue
-            with pytest.raises(DataError, match=r"a.jsonl:7: .* of the thinking .*messages\[\d\]; give one"):
+            with pytest.raises(DataError, match=r"a.jsonl:7: .* the thinking .*messages\[\d\]; give one"):
                 encode_rows([one], tokenizer, max_length=None)
     tokenizer.chat_template = NEVER_THINKS
     with pytest.raises(DataError) as caught:

@@ -185,7 +185,7 @@ def test_what_is_wrong_from_the_beginning_is_told_before_training(write: Callabl
         read_stream([write("good.jsonl", rows(3)), write("bad.jsonl", "no\n")])
     with pytest.raises(DataError, match=r"Write it as JSON Lines"):
         read_stream([write("list.json", rows(3))])
-    with pytest.raises(DataError, match=r"holds no row"):
+    with pytest.raises(DataError, match=r"has no rows"):
         read_stream([write("empty.csv", "prompt,completion\n")])
     long = EncodedStream(read_stream([write("long.jsonl", rows(3))]), tokenizer, 2)
     with pytest.raises(DataError, match="Every row is longer than --max-length 2"):

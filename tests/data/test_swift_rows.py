@@ -196,7 +196,7 @@ def test_a_rejected_list_takes_the_place_of_all_behind_the_question() -> None:
     record = {"messages": [Q, CALLED, SAID, A], "rejected_response": [B]}
     assert PAIRS.normalise(record, None)[1] == {"split": 1, "rejected": [B]}
     assert PAIRS.normalise({**record, "rejected_response": "5"}, None)[1] == {"split": 3, "rejected": [B]}
-    with pytest.raises(Problem, match="'rejected_tools' are others than 'tools'"):
+    with pytest.raises(Problem, match="'rejected_tools' differ from 'tools'"):
         PAIRS.normalise({**record, "tools": [TOOL], "rejected_tools": [CALL]}, None)
 
 

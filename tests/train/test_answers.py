@@ -155,7 +155,7 @@ def test_nothing_is_lost_or_guessed(asked) -> None:
         ("both", "--dataset and --prompt cannot be used together"),
         ("nowhere", "--result-path applies to the rows of --dataset"),
         ("nothing", "--bad-rows applies to the rows of --dataset"),
-        ("bad", "bad.jsonl:1: none of 'messages', 'prompt' or 'query' is here"),
+        ("bad", "bad.jsonl:1: it has none of 'messages', 'prompt' and 'query'"),
     ):
         assert asked[name].code == 2
         assert said in asked[name].output
@@ -166,7 +166,7 @@ def test_nothing_is_lost_or_guessed(asked) -> None:
 def test_rows_with_files_for_a_model_of_text_are_named_or_left_out(asked) -> None:
     run, left = asked["seen"], asked["unseen"]
     assert run.code == 2
-    assert "seen.jsonl:2: it has a file of kind image, and the model takes text only" in run.output
+    assert "seen.jsonl:2: it has a file of type image, and the model takes text only" in run.output
     assert "seen.jsonl:3: it has a file of kind audio, and the model takes text only" in run.output
     assert "--bad-rows skip" in run.output
     assert not file_of(run).exists()

@@ -375,7 +375,7 @@ def test_another_template_is_refused(tiny: Path, folder: Path, tmp_path: Path) -
     [
         ("", "It contains train and val: name one"),
         ("none", "does not exist"),
-        ("train/rows", "is no folder of encoded"),
+        ("train/rows", "is not a folder of encoded"),
     ],
 )
 def test_what_is_no_such_folder_is_told(tiny: Path, folder: Path, name: str, told: str) -> None:

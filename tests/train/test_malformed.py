@@ -83,4 +83,4 @@ def test_other_commands_say_so_too(argv: list[str], tmp_path: Path, capsys: Any)
     told = capsys.readouterr()
     assert code == (1 if argv[0] == "doctor" else 2)
     said = " ".join((told.out + told.err).split())
-    assert "is not a regular expression" in said or "line 1 of the template is no Jinja" in said
+    assert "is not a regular expression" in said or "line 1 of the template is not valid Jinja" in said

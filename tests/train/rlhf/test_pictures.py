@@ -644,7 +644,7 @@ def test_a_file_that_is_lost_later_does_not_end_the_run(tmp_path: Path, pictured
     [
         ({**PAIRS[0], "images": ["none.png"]}, r"rows.jsonl:1: image 1 \(none.png\): there is no such file", []),
         ({**PAIRS[0], "images": ["a.png", "b.png"]}, "1 place for image", []),
-        ({**PAIRS[0], "audios": ["a.wav"]}, "it has a file of kind audio, the model takes image, video", []),
+        ({**PAIRS[0], "audios": ["a.wav"]}, "it has a file of type audio, but the model takes image, video", []),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]},
             "'images' appears along with plain text",
