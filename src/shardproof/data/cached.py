@@ -1,8 +1,8 @@
-"""Encoded rows in a folder, written once by `shardproof data encode` and trained on any number of times.
+"""Encoded rows in a folder, written once by `shardproof data encode` and used for any number of training runs.
 
-[Note: what is kept] Beside what rows were encoded to lie the rows themselves, as they were read, in their order, those
-that were left out among them: a run that goes on compares their checksums, a model with files reads these again, and
-checks look at words. All of it is mapped from disk, and shared by the processes of a machine.
+[Note: what is kept] The folder holds the encodings and also the rows themselves, as read and in order, including those
+that were left out: a resumed run compares their checksums, a multimodal model reads their files again, and checks look
+at their text. Everything is memory-mapped, and shared by the processes of a machine.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from shardproof.data.rows import BadRow, Places, Row, Rows, RowSource, parse_spe
 from shardproof.data.sources.ready import SAID
 from shardproof.errors import ConfigError, DataError
 
-ENCODED, ROWS = "encoded", "rows"  # in a folder
-OF, BYTES = "number of the row", "bytes in base64"  # a column of what was encoded; a value of a row
-FORM = 2  # of such a folder, as this release writes it
-AT_ONCE = 10_000  # rows that are put into a table together
+ENCODED, ROWS = "encoded", "rows"  # subfolders
+OF, BYTES = "number of the row", "bytes in base64"  # a column of the encoded dataset; a value in a row
+FORM = 2  # version of the folder format that this release writes
+AT_ONCE = 10_000  # rows put into a table at a time
 
 
 class CachedRows(RowSource):
-    """The rows of such a folder.
+    """The rows of a folder of encoded rows.
 
     Args:
-        name: of the folder, as the user wrote it.
+        name: the folder's path, as the user wrote it.
 
     Attributes:
-        said: what was said of them when they were written: see `write`.
+        said: the metadata recorded when they were written: see `write`.
 
     Raises:
         ConfigError: there is no such folder.
@@ -47,7 +47,7 @@ class CachedRows(RowSource):
     def __init__(self, name: str) -> None:
         import datasets
 
-        folder = Path(name).expanduser().absolute()  # other processes may be in another one
+        folder = Path(name).expanduser().absolute()  # other processes may have another working directory
         self.name, self.columns, self.folder, self.said = name, {}, folder, said_in(name)
         with _quietly():
             self._rows = datasets.load_from_disk(str(folder / ROWS))
@@ -82,10 +82,10 @@ class CachedRows(RowSource):
 
     @cached_property
     def _encoded(self) -> tuple[Any, Any]:
-        """What they were encoded to, a dataset, and of each of its rows the number of the one that it was.
+        """The encoded dataset, and the number of the original row for each of its rows.
 
-        Where nobody may write beside it, it is read into memory: `datasets` keeps what it makes of rows of a disk in
-        their folder.
+        If its folder is read-only, it is read into memory: `datasets` writes what it derives from a dataset on disk
+        into the dataset's folder.
         """
         import datasets
 
@@ -95,8 +95,9 @@ class CachedRows(RowSource):
         return found.remove_columns([OF]), found.data.column(OF).to_numpy()
 
     def encoded(self, wanted: Sequence[int], longest: int | None = None) -> tuple[Any, bool]:
-        """What these rows were encoded to, in their order, without those of more tokens than `longest`: a dataset with
-        `places`, and `numbers` among the wanted ones, `cut` those that lost tokens; and whether it is all there is."""
+        """The encodings of these rows, in their order, without those longer than `longest` tokens: a dataset with
+        `places`, `numbers` (positions in `wanted`) and `cut` (those that lost tokens); and whether it contains
+        everything."""
         import numpy as np
 
         dataset, numbers = self._encoded
@@ -108,7 +109,7 @@ class CachedRows(RowSource):
             short = _lengths(dataset)[places] <= longest
             places, of = places[short], of[short]
         whole = len(places) == len(numbers) and bool((places == np.arange(len(numbers))).all())
-        with _quietly():  # chosen rows lie on a disk of their own, too: whoever looks at a table sees no choice
+        with _quietly():  # flattened, since code that reads the Arrow table would not see the selection
             found = dataset if whole else dataset.select(places).flatten_indices()
         rows = numbers[places]
         found.places = Places.of(self.said["sources"], self._source[rows], self._line[rows])
@@ -124,7 +125,7 @@ def _lengths(dataset: Any) -> Any:
 
 
 def counted(dataset: Any) -> tuple[int, int]:
-    """The tokens of rows, and how many of them are learnt."""
+    """The number of tokens, and how many of them are learned."""
     import numpy as np
 
     ids, learnt = 0, 0
@@ -135,10 +136,10 @@ def counted(dataset: Any) -> tuple[int, int]:
 
 
 def said_in(name: str) -> dict[str, Any]:
-    """What a folder says of its rows.
+    """The metadata of a folder of encoded rows.
 
     Raises:
-        ConfigError: it is no folder of encoded rows, one that this release does not read, or not all of one.
+        ConfigError: it is not a folder of encoded rows, has a format that this release does not read, or is incomplete.
     """
     folder = Path(name).expanduser()
     try:
@@ -162,32 +163,32 @@ def said_in(name: str) -> dict[str, Any]:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """The bytes of each file of rows and what they were encoded to."""
+    """The size in bytes of each file of the rows and their encodings."""
     files = (file for name in (ROWS, ENCODED) for file in sorted((folder / name).glob("*")))
     return {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
 
 
 def opened(specs: Sequence[str]) -> tuple[list[CachedRows], list[int | None]]:
-    """The folders that these words name, and how many rows of each are to be taken: `DIR#1000`."""
+    """The folders that these arguments name, and how many rows to take from each: `DIR#1000`."""
     parsed = [parse_spec(spec) for spec in specs]
     return [CachedRows(name) for name, _ in parsed], [limit for _, limit in parsed]
 
 
 def write(folder: Path, rows: Rows, encoded: Any, said: dict[str, Any], day: date) -> None:
-    """Keep rows and what they were encoded to.
+    """Write rows and their encodings to a folder.
 
     Args:
-        folder: is made, and replaced where it is there.
+        folder: created, or replaced if it exists.
         encoded: a dataset with `numbers` and `report`, and `cut` where rows lost tokens.
-        said: what a run has to have in common with what encoded them.
-        day: which a chat template writes.
+        said: the settings that a run must share with the command that encoded them.
+        day: the date that a chat template writes.
 
     Raises:
-        DataError: a row holds what cannot be kept. ConfigError: the folder cannot be written.
+        DataError: a row holds a value that cannot be stored. ConfigError: the folder cannot be written.
     """
     import numpy as np
 
-    unfinished = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}.unfinished")  # another process may write it, too
+    unfinished = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}.unfinished")  # other processes may write there too
     sources: dict[str, int] = {}
     try:
         unfinished.mkdir(parents=True)
@@ -215,7 +216,7 @@ def write(folder: Path, rows: Rows, encoded: Any, said: dict[str, Any], day: dat
 
 
 def remove(folder: Path) -> None:
-    """Remove such a folder, and nothing else.
+    """Remove a folder of encoded rows, and nothing else.
 
     Raises:
         ConfigError: it cannot be removed.
@@ -228,7 +229,7 @@ def remove(folder: Path) -> None:
 
 
 def _table(rows: Rows, sources: dict[str, int]) -> Any:
-    """The rows as a dataset; `sources` takes the names of their files, with their numbers."""
+    """The rows as a dataset; `sources` collects the names of their files, with their numbers."""
     import datasets
     import pyarrow as pa
 
@@ -264,7 +265,7 @@ def _with_bytes(value: dict[str, Any]) -> Any:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the bars of `datasets`."""
+    """Without the progress bars of `datasets`."""
     import datasets
 
     shown = datasets.utils.is_progress_bar_enabled()

@@ -1,9 +1,8 @@
-"""Streams of datasets, one after the other, or with a share of the rows for each.
+"""Streams of datasets, one after the other, or mixed by given shares.
 
-[Note: draws]
-Which dataset the next row is of is drawn block by block, from the seed, the pass and the number of the block. So every
-rank that reads the stream draws the same, and a checkpoint need not know how far drawing is, only how far each dataset
-was read.
+[Note: draws] The dataset that each row comes from is drawn block by block, from the seed, the pass and the number of
+the block. So every rank that reads the stream draws the same datasets, and a checkpoint need not store the state of the
+draw, only how far each dataset was read.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from shardproof.errors import DataError
 
 
 class _Told(NamedTuple):
-    """How far a dataset was read in a pass: so many of its records, up to where, and whether it was at its end."""
+    """How far a dataset was read in a pass: the number of records, the position, and whether its end was reached."""
 
     records: int = 0
     at: Any = None
@@ -29,7 +28,7 @@ class _Told(NamedTuple):
 
 
 class MixedStream(RowStream):
-    """Rows of several sources, of which each next one is of a source that is drawn ([Note: draws])."""
+    """Rows of several sources; the source of each next row is drawn ([Note: draws])."""
 
     def __init__(
         self,
@@ -42,13 +41,13 @@ class MixedStream(RowStream):
     ) -> None:
         super().__init__(names, size, columns, form)
         self._mixture, self._seed = mixture, seed
-        self._readings: dict[int, Any] = {}  # by source, with the iterator over it
+        self._readings: dict[int, Any] = {}  # each source's reading, with the iterator over it
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_readings": {}}
 
     def read(self, place: Place) -> Read:
-        if place.passes < 0:  # a look at one source
+        if place.passes < 0:  # `look` reads one source
             return super().read(place)
         if place != self._open:
             self._readings = {}
@@ -102,12 +101,12 @@ def read_stream(
     form: Form = SUPERVISED,
     mixture: Mixture | None = None,
 ) -> RowStream:
-    """Rows that are read in blocks of `size`. The first block of each file is looked at.
+    """Rows read in blocks of `size`. The first block of each file is checked at once.
 
     Args:
-        names, bad_rows, columns, form: as for `read_rows`; `NAME#1000` are the first 1000 rows, of each pass.
-        seed: by which a mixture is drawn.
-        mixture: the share of the rows that each source has; without it one comes after the other.
+        names, bad_rows, columns, form: as for `read_rows`; `NAME#1000` takes the first 1000 rows in each pass.
+        seed: seeds the draws of a mixture.
+        mixture: each source's share of the rows; without it, the sources follow one another.
 
     Raises:
         DataError: a file is missing or cannot be streamed, or its first rows are bad.

@@ -1,9 +1,10 @@
-"""What rows with files were encoded to, kept in a folder: the next run reads no file of a row that it finds there.
+"""A folder with the encodings of rows that have files: the next run need not read the files of a row that it finds
+there.
 
-[Note: what makes a row the same] Its content, and of each file that it names where it lies, how large it is and when it
-was written last; and of all rows the processor's own files, the classes of its parts, what is learnt, what is read of
-files, and the versions of the libraries that read them. A file that becomes another one all the same is found in
-training, where its tokens are compared with those of before.
+[Note: what makes a row the same] Its content, and the path, size and modification time of each file that it names; and,
+for all rows, the processor's own files, the classes of its parts, which tokens are learned, how much of a file is read,
+and the versions of the libraries that read them. A file that changes without changing any of these is detected in
+training, where its tokens are compared with the stored ones.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from shardproof.models.loading.processors import file_parts, write_processing
 log = logging.getLogger("shardproof")
 
 READERS = "shardproof", "transformers", "tokenizers", "pillow", "soundfile", "av"
-KEYS = "names"  # of rows, beside their tokens
-AT_ONCE = 5000  # rows that are written together
+KEYS = "names"  # column of the rows' hashes, next to their tokens
+AT_ONCE = 5000  # rows written at a time
 
 
 class RowCache:
-    """Encoded rows in a folder, by 8 bytes of a hash.
+    """Encoded rows in a folder, keyed by an 8-byte hash.
 
     Args:
-        folder: of the user's. What another processor, or other options, gave lies in another folder of it.
-        encoder: what rows are encoded by.
+        folder: the user's folder. Each processor, and each set of options, has a subfolder of its own.
+        encoder: the encoder of the rows.
 
     Raises:
-        ConfigError: the folder cannot be made.
+        ConfigError: the folder cannot be created.
     """
 
     def __init__(self, folder: Path, encoder: MediaEncoder) -> None:
@@ -75,7 +76,7 @@ class RowCache:
         self._places.update((name, (number, i)) for i, name in enumerate(names))
 
     def name(self, row: Row) -> int | None:
-        """By which a row is found; None where a file of it is not there."""
+        """The key of a row; None if one of its files is missing."""
         told = json.dumps([row.messages, row.extra, row.kind], default=repr, ensure_ascii=False)
         try:
             files = [state_of(part[part["type"]], row, self._encoder.limits) for part in parts_of(row.messages)]
@@ -88,7 +89,7 @@ class RowCache:
         return name in self._places
 
     def __getitem__(self, name: int) -> Labelled:
-        """Token ids and labels of the row of this name, and weights, where it has some."""
+        """Token ids and labels of the row with this key, and its weights, if any."""
         table, i = self._places[name]
         kept = {name: code for name, code in NAMES.items() if name in self._tables[table].column_names}
         return tuple(
@@ -97,14 +98,15 @@ class RowCache:
         )
 
     def add(self, name: int, *labelled: Any) -> None:
-        """To what `write` writes, now and then: a run that is killed meanwhile has not read all files for nothing."""
+        """Add a row to those that `write` will write. Writes now and then, so that a killed run has not read all files
+        in vain."""
         self._names.append(name)
         self._new.append(*labelled)
         if len(self._names) >= AT_ONCE:
             self.write()
 
     def write(self) -> None:
-        """Keep what was added. A folder that is full, or only read, is told, and no error."""
+        """Write the added rows. If the disk is full or read-only, this logs a warning instead of raising."""
         import numpy as np
         import pyarrow as pa
 
@@ -120,13 +122,13 @@ class RowCache:
             os.replace(unfinished, file)
         except OSError as error:
             log.warning("Encoded rows are not kept: %s cannot be written: %s.", unfinished, error.strerror or error)
-            with contextlib.suppress(OSError):  # a file system that is only read refuses this, too
+            with contextlib.suppress(OSError):  # a read-only file system refuses this, too
                 unfinished.unlink(missing_ok=True)
         self._new, self._names = Columns(), array("Q")
 
 
 def _name(encoder: MediaEncoder) -> str:
-    """Of the folder for rows that are encoded so."""
+    """The name of the subfolder for rows encoded this way."""
     versions = {name: _version(name) for name in READERS}
     limits = {name: value for name, value in asdict(encoder.limits).items() if not name.startswith("remote")}
     said = [versions, file_parts(encoder.processor), limits, encoder.options]
@@ -141,8 +143,8 @@ def _name(encoder: MediaEncoder) -> str:
 
 
 def _code_of(processor: Any) -> list[Path]:
-    """The files of code that came with the model, of the processor or of a part of it, and those beside them: a file
-    of such code takes others."""
+    """The code files that came with the model for the processor or its parts, and those in the same folders, since such
+    a file may import others."""
     classes = {type(one) for one in (processor, *vars(processor).values())}
     own = [cls for cls in classes if not cls.__module__.startswith(("transformers.", "shardproof.", "builtins"))]
     folders = {Path(inspect.getfile(cls)).parent for cls in own}

@@ -1,8 +1,8 @@
-"""Rows of a dataset, checked and brought into one form before anything is trained.
+"""Rows of a dataset, checked and normalised to one form before training.
 
-JSON Lines, JSON and CSV are read here and not by `datasets`: a bad row must be named by its file and line, and
-`datasets` keeps neither, infers one type for a whole column and writes a copy to a cache first. `sources` finds
-the records in a file; `forms` says what a record may look like; this file puts the two together.
+JSON Lines, JSON and CSV are read here and not by `datasets`: a bad row must be reported with its file and line, but
+`datasets` keeps neither, infers one type for a whole column and writes a copy to a cache first. `sources` finds the
+records in a file, `forms` defines what a record may look like, and this file combines the two.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ log = logging.getLogger("shardproof")
 Kind = Literal["chat", "text"]
 BadRows = Literal["stop", "skip"]
 
-SHOWN = 5  # bad rows in an error text
+SHOWN = 5  # bad rows listed in an error message
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row, in the one form that all formats become.
+    """One row, in the single form that all formats are normalised to.
 
     Attributes:
         messages: turns with `role` (system, user, assistant, tool) and `content`, at least one of them an answer
-            (assistant). A turn with `loss: False` is context, not to be learnt. The content of a turn with files is a
+            (assistant). A turn with `loss: False` is context that is not learned. The content of a turn with files is a
             list of parts (see `parts.py`).
         source: the file the row came from, or `stdlib`.
-        line: line of the file on which the row begins, counted from 1; of a Parquet file, the row's number.
-        extra: what goes to the chat template besides the messages, such as `tools`; of other forms than `SUPERVISED`,
-            what the form says.
+        line: the line of the file on which the row begins, counted from 1; for a Parquet file, the row's number.
+        extra: arguments of the chat template besides the messages, such as `tools`; for forms other than `SUPERVISED`,
+            whatever the form defines.
         kind: `chat` rows go through the model's chat template. `text` rows (plain `prompt` and `completion`) have one
             user turn and one assistant turn, which are joined as they stand.
     """
@@ -66,7 +66,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that cannot be used, and why; `columns` are those of its `Problem`."""
+    """A row that cannot be used, and why; `columns` comes from its `Problem`."""
 
     source: str
     line: int
@@ -78,11 +78,12 @@ class BadRow:
 
 
 class Rows(Sequence[Row]):
-    """Checked rows of one or more files. What stays in memory is where each row lies; a row is parsed when asked for.
+    """Checked rows of one or more files. Only the position of each row stays in memory; a row is parsed when it is
+    accessed.
 
     Attributes:
         skipped: the bad rows that `bad_rows="skip"` left out, in order.
-        fields: those of all records that were read, in order, where `columns` renames some.
+        fields: the fields of all records read, in order, if `columns` renames any.
     """
 
     fields: Sequence[str] = ()
@@ -116,7 +117,7 @@ class Rows(Sequence[Row]):
         return (self[i] for i in range(len(self)))
 
     def shares(self) -> str:
-        """How many rows are of each source, and how many different ones, in words."""
+        """Text saying how many rows each source has, and how many distinct ones."""
         many = Counter(number for number, _ in self._where)
         different = Counter(number for number, _ in set(self._where))
         return ", ".join(f"{s.name} {many[n]:,} ({different[n]:,} different)" for n, s in enumerate(self._sources))
@@ -126,7 +127,7 @@ class Rows(Sequence[Row]):
         return Rows(self._sources, _Where(self._where[i] for i in indices), self.skipped, self._form)
 
     def and_of(self, sources: Sequence[RowSource], chosen: Sequence[Sequence[int]], skipped: Sequence[BadRow]) -> Rows:
-        """These rows, and behind them the `chosen` ones of each of `sources`."""
+        """These rows, followed by the `chosen` ones of each of `sources`."""
         first = len(self._sources)
         more = ((first + number, record) for number, records in enumerate(chosen) for record in records)
         where = _Where(chain(self._where, more))
@@ -136,23 +137,23 @@ class Rows(Sequence[Row]):
 
     @property
     def ready(self) -> bool:
-        """Whether any of them were read before."""
+        """Whether any of them come from a `RowSource`, already checked."""
         return any(isinstance(source, RowSource) for source in self._sources)
 
     def by_source(self) -> list[tuple[Source, list[tuple[int, int]]]]:
-        """Each source with the numbers of its rows and those of their records, in order."""
+        """Each source with the numbers of its rows and of their records, in order."""
         found: list[list[tuple[int, int]]] = [[] for _ in self._sources]
         for number, (source, record) in enumerate(self._where):
             found[source].append((number, record))
         return [(source, numbers) for source, numbers in zip(self._sources, found, strict=True) if numbers]
 
     def split(self, share: float, seed: int = 0) -> tuple[Rows, Rows]:
-        """Two parts without a row in common, in file order: the rows to train on and `share` of them held out. Of rows
-        that are repeated, also as their file is named twice or stands beside a folder of its encoded rows, one is held
-        out, and its copies are in neither part.
+        """Two disjoint parts, in file order: the rows to train on, and a held-out `share` of them. If a row is repeated
+        (also because its file is given twice, or together with a folder of its encoded rows), one copy is held out and
+        the others are in neither part.
 
         Raises:
-            DataError: there are too few rows to hold out that share and keep one.
+            DataError: there are too few rows to hold out that share and keep one to train on.
         """
         places = self._places()
         first = {place: i for i, place in reversed(list(enumerate(places)))}
@@ -167,8 +168,8 @@ class Rows(Sequence[Row]):
         return self.take(i for i, place in enumerate(places) if place not in held_out), self.take(out)
 
     def _places(self) -> list[Any]:
-        """What each row is: copies of one another are the same. Of rows that were read before, the file may lie
-        elsewhere now: its name, the line and the record say which they are, and those of files beside them."""
+        """An identity for each row, the same for copies. The file of rows that were encoded earlier may have moved, so
+        these, and the rows of files given with them, are identified by file name, line and record."""
         if self.ready and len(self._sources) > 1:
             return [(*self._origin(*place), total) for place, total in zip(self._where, self.checksums(), strict=True)]
         known = [identity(source) for source in self._sources]
@@ -181,11 +182,11 @@ class Rows(Sequence[Row]):
         return Path(name).name, line
 
     def records(self) -> Iterator[Any]:
-        """What stands in the files, as it was before it became a row."""
+        """The records in the files, as they were before normalisation."""
         return (self._sources[number].record(record)[1] for number, record in self._where)
 
     def checksums(self) -> array[int]:
-        """Four bytes for each row, by which one whose record was edited, or another one in its place, is known."""
+        """Four bytes for each row, to detect a record that was edited or replaced."""
         sums = array("I")
         for number, record in self._where:
             source = self._sources[number]
@@ -197,7 +198,7 @@ class Rows(Sequence[Row]):
         return sums
 
     def texts(self) -> Iterator[str]:
-        """The text of every turn: what a tokenizer can be trained on."""
+        """The text of every turn, for training a tokenizer."""
         for row in self:
             for message in row.messages:
                 if text := text_of(message["content"]):
@@ -205,7 +206,7 @@ class Rows(Sequence[Row]):
 
 
 class _Where:
-    """Pairs of (number of the source, number of the record in it), 12 bytes each."""
+    """Pairs of (source number, record number within it), 12 bytes each."""
 
     def __init__(self, pairs: Iterable[tuple[int, int]]) -> None:
         self._source, self._record = array("i"), array("q")
@@ -236,24 +237,24 @@ def read_rows(
     """Read and check every row of these files.
 
     Args:
-        sources: files in JSON Lines, JSON, CSV, TSV or Parquet, datasets of the hub (see hub.py), or `stdlib` for the
-            embedded rows. `NAME#1000` takes
-            1000 rows of it, sampled with `seed` and kept in file order. Where there are fewer, all are repeated as
-            often as they go into 1000, and the rest is sampled.
-        bad_rows: `stop` raises if any row is bad, after all were looked at; `skip` leaves them out and lists them in
+        sources: files in JSON Lines, JSON, CSV, TSV or Parquet, datasets from the hub (see hub.py), or `stdlib` for the
+            embedded rows. `NAME#1000` takes 1000 of its rows, sampled with `seed` and kept in file order. If there are
+            fewer, all are repeated as often as they fit into 1000, and the rest is sampled.
+        bad_rows: `stop` raises if any row is bad, after checking all of them; `skip` leaves them out and lists them in
             `Rows.skipped`.
-        seed: of the sample that `#1000` takes.
-        columns: where fields have other names in the files: `{"query": "question", "response": "answer"}`.
-        form: what a row must look like, and what becomes of it.
-        mixture: the share of the rows that each source has, which are drawn with `seed`.
-        others: whether there are more files, which may have what `columns` names: `check_columns` tells then.
+        seed: seeds the sample that `#1000` takes.
+        columns: the names of fields in the files, where they differ: `{"query": "question", "response": "answer"}`.
+        form: what a row must look like, and how it is normalised.
+        mixture: each source's share of the rows, which are drawn with `seed`.
+        others: whether there are more files, which may have the columns that `columns` names; the caller then uses
+            `check_columns`.
 
     Returns:
-        The rows of all files, one file after the other, or in the mixture of an epoch.
+        The rows of all files, one file after the other, or an epoch's mixture of them.
 
     Raises:
-        DataError: a file is missing, is a folder, has an unknown extension, holds no row or lacks a column that
-            `columns` names; or rows are bad. The text names file and line, what is wrong and what is expected.
+        DataError: a file is missing, is a folder, has an unknown extension, has no rows or lacks a column that
+            `columns` names; or rows are bad. The message gives the file and line, what is wrong and what is expected.
     """
     if not sources:
         raise DataError("No dataset was named. Name a file, or 'stdlib' for the embedded rows.")
@@ -278,7 +279,7 @@ def read_rows(
         parts.append([(number, record) for record in usable])
     if not others:
         check_columns([source.name for source in opened], columns or {}, list(fields))
-    for source, there in seen:  # whose rows are of another form, or lack what is optional
+    for source, there in seen:  # its rows may have another form, or lack an optional field
         for field_, column in source.columns.items():
             if field_ not in there and column not in there:
                 log.warning("%s has no column %r, which --columns names.", source.name, column)
@@ -294,13 +295,13 @@ def read_rows(
 
 
 def drawn(records: array[int], limit: int, seed: int) -> array[int]:
-    """So many of these, sampled, or as often as they go into that number and the rest sampled."""
+    """`limit` of these records: a sample, or all of them as often as they fit and a sample for the rest."""
     whole, part = divmod(limit, len(records))
     return records * whole + array("q", sorted(random.Random(seed).sample(records, part)))
 
 
 def _check(source: Source, form: Form) -> tuple[array[int], list[BadRow], dict[str, None]]:
-    """Numbers of the good records, the bad ones, and the fields of all, where some are renamed."""
+    """The numbers of the good records, the bad ones, and the fields of all, if any are renamed."""
     good, bad = array("q"), []
     seen: dict[str, None] = {}
     for number, line, record in source.records():
@@ -323,8 +324,8 @@ def _check(source: Source, form: Form) -> tuple[array[int], list[BadRow], dict[s
 
 
 def check_columns(names: Sequence[str], columns: Mapping[str, str], fields: Sequence[str]) -> None:
-    """Raise DataError for a column that `columns` names and no record of these sources has, which have other fields.
-    One of several may have a field under its own name."""
+    """Raise DataError for a column that `columns` names and no record of these sources has; `fields` are those they
+    have. One of several sources may have the field under its standard name."""
     for field_, column in columns.items():
         if fields and column not in fields:
             shown = list(dict.fromkeys(fields))
@@ -351,10 +352,10 @@ def parse_spec(spec: str) -> tuple[str, int | None]:
 
 
 def pass_over(rows: Iterable[Row], bad: Sequence[BadRow], good: int, bad_rows: BadRows) -> None:
-    """Of rows that were found bad after they were read, beside so many good ones: have `skipped` list them, or raise.
+    """Handle rows found to be bad after they were read, next to `good` good ones: list them in `skipped`, or raise.
 
     Raises:
-        DataError: `bad_rows` is `stop`, or none is good.
+        DataError: `bad_rows` is `stop`, or no row is good.
     """
     if bad and bad_rows == "stop":
         raise DataError(describe_bad(bad, len(bad) + good, None))
@@ -365,22 +366,22 @@ def pass_over(rows: Iterable[Row], bad: Sequence[BadRow], good: int, bad_rows: B
 
 
 def none_left(bad: Sequence[BadRow]) -> str:
-    """The text of an error where all rows are bad and were to be left out."""
+    """The error message for when all rows are bad and would be left out."""
     return f"Nothing was left to train: {describe_bad(bad, len(bad), None, '')}"
 
 
 def describe_bad(
     bad: Sequence[BadRow], total: int, form: Form | None, otherwise: str = ", or leave them out with --bad-rows skip"
 ) -> str:
-    """The text of an error about bad rows. Without a form, what they should look like is not said; `otherwise`: what
-    else to do than to repair them."""
+    """The error message about bad rows. Without a form, it does not say what is expected; `otherwise`: an alternative
+    to repairing them."""
     lines = [f"{len(bad)} of {total} row{'s' * (total > 1)} cannot be used:"]
     lines += [f"  {row}" for row in bad[:SHOWN]]
     if len(bad) > SHOWN:
         lines.append(f"  ... and {len(bad) - SHOWN} more")
     if form is not None:
         lines.append(f"Expected: {form.expected}")
-    # In UTF-16 the first line says so, by its mark; those behind it are only no JSON.
+    # In UTF-16, only the first line is recognisable, by its byte order mark; later lines are just not JSON.
     encoded = any("not UTF-8 text" in row.problem for row in bad)
     if encoded:
         lines.append(

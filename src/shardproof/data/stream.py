@@ -1,10 +1,9 @@
-"""Rows that are read while training: of files of any size a block of rows is in memory.
+"""Rows read while training: only a block of rows is in memory, whatever the size of the files.
 
-[Note: blocks]
-A stream is read in blocks of `--shuffle-buffer-size` rows. A block is encoded, packed where rows are, and brought into
-an order that is drawn from the seed, the pass over the data and the number of the block. So every rank that reads
-the stream meets the same rows in the same places, and where a block begins, with how many of its rows were taken, is
-all that a checkpoint has to know.
+[Note: blocks] A stream is read in blocks of `--shuffle-buffer-size` rows. A block is encoded, packed if packing is on,
+and shuffled by the seed, the pass over the data and the number of the block. So every rank that reads the stream sees
+the same rows in the same order, and a checkpoint only needs to store where a block begins and how many of its rows were
+taken.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from shardproof.errors import DataError
 
 log = logging.getLogger("shardproof")
 
-DEFAULT_SIZE = 1000  # rows of a block
-_TEXTS = 10_000  # rows that a tokenizer is trained on
+DEFAULT_SIZE = 1000  # rows in a block
+_TEXTS = 10_000  # rows for training a tokenizer
 
 
 class Place(NamedTuple):
-    """Where a block begins: in which pass over the data it is, and in which source, after so many of its records."""
+    """Where a block begins: the pass over the data, the source, and the number of its records already read."""
 
     passes: int = 0
     block: int = 0
@@ -47,7 +46,7 @@ class Place(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A block as it is read, and where the next one begins."""
+    """A block as read, and where the next one begins."""
 
     rows: list[Row]
     bad: list[BadRow]
@@ -55,10 +54,10 @@ class Read(NamedTuple):
 
 
 class RowStream:
-    """Rows of one or more sources, none of which is kept.
+    """Rows of one or more sources, read without keeping them.
 
     Attributes:
-        skipped: nothing yet; bad rows are found when they are reached.
+        skipped: empty; bad rows are found when they are reached.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class RowStream:
         self._limits = [limit for _, limit in specs]
         self._sources = [open_stream(name, dict(columns or {})) for name, _ in specs]
         self._form, self._size = form, size
-        self._open: Place | None = None  # where `_reading` goes on
+        self._open: Place | None = None  # where `_reading` continues
         self._reading: Any = None
         self._records: Iterator[tuple[int, Any]] = iter(())
         self.skipped: list[BadRow] = []
@@ -81,8 +80,8 @@ class RowStream:
         return {**self.__dict__, "_open": None, "_reading": None, "_records": None}
 
     def read(self, place: Place) -> Read:
-        """The block that begins there. It ends with the pass over the data, if not before; one that is before the
-        first pass, with its source."""
+        """The block that begins there. It ends at the latest with the pass over the data; if `passes` is negative, with
+        its source."""
         rows: list[Row] = []
         bad: list[BadRow] = []
         passes, block, number, records, at = place
@@ -123,11 +122,11 @@ class RowStream:
         return Row(messages, source.name, line, extra, kind)
 
     def refuse(self, bad: Sequence[BadRow], good: int) -> DataError:
-        """What is said of a block with bad rows, or without any other."""
+        """The error for a block with bad rows, or with no others."""
         return DataError(describe_bad(bad, len(bad) + good, self._form))
 
     def look(self, bad_rows: BadRows) -> None:
-        """Read the first block of each source, so that what is wrong with all of it is told at once.
+        """Read the first block of each source, so that a problem with all of its rows is reported at once.
 
         Raises:
             DataError: a source is empty, or its first rows are bad.
@@ -148,7 +147,8 @@ class RowStream:
         self._open = None
 
     def _fields(self, number: int) -> set[str]:
-        """Those of the first records of a source. A column that these lack is most often a mistake, and may be none."""
+        """The fields of the first records of a source. A column that is missing from these is usually, but not always,
+        a mistake."""
         seen = set[str]()
         for records, (_, record) in enumerate(self._sources[number].reading()):
             seen.update(record if isinstance(record, dict) else ())
@@ -157,17 +157,17 @@ class RowStream:
         return seen
 
     def checksums(self) -> array[int]:
-        """Four bytes for each source, of its first record: other data is known by them."""
+        """Four bytes for each source, computed from its first record, to detect different data."""
         firsts = (next(iter(source.reading()), None) for source in self._sources)
         texts = (json.dumps(first and first[1], sort_keys=True, default=repr) for first in firsts)
         return array("I", (zlib.crc32(text.encode()) for text in texts))
 
     def __getitem__(self, number: int) -> Row:
-        """The first row of a source, by which `checksums` tells it apart."""
+        """The place of a source's first row, for which `checksums` has a value."""
         return Row([], self._sources[number].name, 1)
 
     def texts(self) -> Iterator[str]:
-        """The text of turns of the first rows: what a tokenizer can be trained on."""
+        """The text of the turns of the first rows, for training a tokenizer."""
         place, left = Place(), _TEXTS
         while place.passes == 0 and left > 0:
             rows, _, place = self.read(place)
@@ -176,19 +176,19 @@ class RowStream:
 
 
 class Position(NamedTuple):
-    """Where in a stream training is: so many rows of a block were taken, in the order in which they are learned."""
+    """Where in a stream training is: a block, and how many of its rows were taken, in training order."""
 
     place: Place = Place()
     taken: int = 0
 
 
 class Block(NamedTuple):
-    """A block as it is learned from.
+    """A block as used for training.
 
     Attributes:
-        rows: in their order, those that are learned from.
-        report: what became of those that were read.
-        bad: rows that were left out as they are bad.
+        rows: the rows to train on, in their order.
+        report: counts of the rows that were read, kept and left out.
+        bad: bad rows that were left out.
     """
 
     place: Place
@@ -199,12 +199,12 @@ class Block(NamedTuple):
 
 @dataclass
 class EncodedStream:
-    """Rows to learn from, encoded when their block is read; without end, as passes follow each other.
+    """Rows to train on, encoded when their block is read; endless, as one pass follows another.
 
     Attributes:
-        passes: who takes rows ends with the step that has the last row of so many; None: never.
-        shuffled: whether a block is brought into an order that is drawn.
-        packing: put the rows of a block together.
+        passes: iteration ends with the step that contains the last row of this many passes; None: never.
+        shuffled: whether the rows of a block are shuffled.
+        packing: pack the rows of a block.
     """
 
     stream: RowStream
@@ -225,11 +225,11 @@ class EncodedStream:
         checked_length(self.max_length)
 
     def blocks(self, place: Place) -> Iterator[Block]:
-        """The block that begins at a place, and all that follow. One that nothing is left of is empty.
+        """The block that begins at a place, and all that follow. A block with no rows left is empty.
 
         Raises:
-            DataError: a row is bad and bad rows are not left out, is too long and may not be, or nothing was left of a
-                whole pass.
+            DataError: a row is bad and `bad_rows` is `stop`, a row is too long and `truncation` is `raise`, or no row
+                of a full pass was left.
         """
         encoder = Encoder(self.tokenizer, self.loss, self.system, self.bad_rows, self.weights)
         whole, bad = (EncodeReport(), list[BadRow]()) if place == Place(place.passes) else (None, [])
@@ -278,11 +278,11 @@ class _Ordered(Sequence[Mapping[str, Any]]):
 def dealt(
     encoded: EncodedStream, begin: Position, micro: int, reader: int, readers: int, accumulation: int = 1
 ) -> Iterator[tuple[list[Mapping[str, Any]], Position, list[Block]]]:
-    """Micro-batches of one reader: rows k * micro to (k + 1) * micro of every `readers * micro`, k being its number.
-    From where a step begins; it has `accumulation` of them. The last one is filled up from the next pass.
+    """Micro-batches of one reader: rows k * micro to (k + 1) * micro of every `readers * micro`, where k is its number.
+    They start where a step begins; a step has `accumulation` of them. The last step is filled up from the next pass.
 
-    Yields: the rows; where the stream is when all readers have taken theirs; and blocks that begin among them, without
-        their rows.
+    Yields: the rows; the position in the stream once all readers have taken theirs; and the blocks that begin within
+        this stretch, without their rows.
     """
     mine: list[Mapping[str, Any]] = []
     new: list[Block] = []
@@ -312,8 +312,8 @@ def batches(
     readers: int,
     accumulation: int,
 ) -> Iterator[tuple[Any, Position, list[Block]] | DataError]:
-    """What `dealt` gives, each micro-batch collated. An error of ours is the last one: another process may pass it on,
-    and would write into it where in our code it happened."""
+    """The output of `dealt`, with each micro-batch collated. A DataError is yielded as the last item: raised in a
+    worker process, it would be passed on with a traceback in its message."""
     try:
         for rows, position, new in dealt(encoded, begin, micro, reader, readers, accumulation):
             yield collate(rows), position, new

@@ -1,12 +1,13 @@
-"""How tools, calls and their results are written where a tokenizer's own template knows none: `--agent-template`.
+"""How tools, calls and their results are written if a tokenizer's own template does not support them:
+`--agent-template`.
 
-[Note: in front of a template] What is here is Jinja that is put in front of a tokenizer's own template. It makes plain
-turns of tools, calls and results, and hands them on to the template behind it. So the form is a part of the tokenizer:
-it is saved with the model, and everything that renders a conversation writes it, here and elsewhere.
+[Note: in front of a template] The Jinja here is put in front of a tokenizer's own template. It turns tools, calls and
+results into plain turns, and passes these to the template that follows. So the format is part of the tokenizer: it is
+saved with the model, and everything that renders a conversation uses it, here and elsewhere.
 
-[Note: results within an answer] In the forms with keys an answer goes on behind a result: call, result and what is said
-then are one turn. A template does not say where in it an answer stops and another goes on, so `Template` is told by
-`goes_on` that a result stands between two answers, and that what follows one has been begun.
+[Note: results within an answer] In the formats with keys, an answer continues after a result: the call, the result and
+the text after it are one turn. A template does not mark where in this turn one answer stops and the next continues, so
+`goes_on` tells `Template` that a result is between two answers, and that the turn after a result is already open.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ _FRONT = re.compile(_BEGIN.format(option=OPTION, name=r"(\w+)").replace("{", r"\
 
 @dataclass(frozen=True)
 class Form:
-    """What is written of tools and calls; `{names}` stands for the names of tools.
+    """How tools and calls are written; `{names}` stands for the names of the tools.
 
     Attributes:
-        before, behind: the texts around the tools, of which each begins a line of its own.
-        tool: Jinja for one, which is `tool`.
-        call: Jinja for one, of `name` and `arguments`, a text; and what stands behind all calls of an answer.
-        result: what stands before and behind what a tool says.
-        within: whether results are within the answer that calls, as [Note: results within an answer] says.
+        before, behind: the texts before and after the tools; each tool begins on a line of its own.
+        tool: Jinja for one tool, the variable `tool`.
+        call: Jinja for one call, with the variables `name` and `arguments` (a string); and the text after all calls of
+            an answer.
+        result: the texts before and after a tool's result.
+        within: whether results are part of the answer that makes the calls: see [Note: results within an answer].
     """
 
     before: str
@@ -44,7 +46,7 @@ class Form:
 
 
 def _keyed(keys: tuple[str, str, str], intro: str, form: str, described: str) -> Form:
-    """A form in which keys at the beginning of lines say what is what. `described`: between a tool and its input."""
+    """A format with a key at the start of each line. `described`: the text between a tool and its input."""
     act, given, seen = map(json.dumps, keys)
     told = f"tool.name ~ ': ' ~ (tool.description or '') ~ {json.dumps(described)} ~ (tool.parameters or {{}})|tojson"
     call = f"{act} ~ ' ' ~ name ~ '\\n' ~ {given} ~ ' ' ~ arguments", f"'\\n' ~ {seen}"
@@ -107,7 +109,7 @@ FORMS = {
         _INPUT_ZH,
     ),
 }
-# Other forms of ms-swift's: those of models, whose own templates write them.
+# Other ms-swift formats: those of model families, whose own templates write them.
 OF_MODELS = (
     *("qwen3_coder", "qwen3_5", "hunyuan_hermes", "hy_v3", "hy_v3_preview", "chatglm4", "glm4", "glm4_5", "glm4_7"),
     *("glm5_1", "llama3", "llama4", "deepseek_v3_1", "deepseek_v4", "minimax_m2", "minimax_m3", "seed_oss", "gemma4"),
@@ -188,7 +190,7 @@ _OWN = """\
             {%- set content = [{'type': 'text', 'text': text}] if in_parts else text %}
             {%- set agent.turns = agent.turns + [{'role': 'user', 'content': content}] %}
         {%- endif %}"""
-# The call has written the first key of a result, and each other result its own.
+# The call has already written the key of the first result; every other result writes its own.
 _WITHIN = """\
         {%- if last.role != 'assistant' %}
             {{- raise_exception('--agent-template NAME: a result of a tool stands behind no call of one') }}
@@ -207,8 +209,8 @@ _GOES_ON = """\
             ADDED
         {%- else %}"""
 
-# A template that looks for a thought in the content takes what stands before its last </think> for that, and loses what
-# stands before a later thought: of an answer that goes on it is given the first one by itself.
+# A template that looks for thinking in the content takes everything before the last </think> as thinking, and loses the
+# text before a later thought. So the first thought of an answer with several is passed separately.
 _THOUGHTS = """\
 {%- set thinking = namespace(turns=[]) %}
 {%- for turn in agent.turns %}
@@ -221,15 +223,16 @@ _THOUGHTS = """\
     {%- set thinking.turns = thinking.turns + [turn] %}
 {%- endfor %}
 {%- set agent.turns = thinking.turns %}"""
-# One that cuts earlier answers behind their last </think> cuts their calls with it, unless it is told to keep thoughts.
+# A template that drops everything up to the last </think> of earlier answers drops their calls too, unless told to keep
+# thinking.
 _KEPT = "{%- set preserve_thinking = preserve_thinking|default(true) %}"
 
 
 def with_agent(template: object, name: str) -> str:
-    """A chat template that writes tools in the form of this name.
+    """A chat template that writes tools in the format with this name.
 
     Raises:
-        ConfigError: there is no such form, or the template is none in one text.
+        ConfigError: there is no such format, or the template is not a single string.
     """
     check_agent(name)
     if not isinstance(template, str):
@@ -268,13 +271,13 @@ def with_agent(template: object, name: str) -> str:
     text = _JINJA.replace("THOUGHTS\n", thoughts)
     for mark, meant in parts.items():
         text = text.replace(mark, meant)
-    if front := _FRONT.search(template):  # before it stand values of --template-variables
+    if front := _FRONT.search(template):  # the values of --template-variables come before it
         template = template[: front.start()] + template[front.end() :].partition(_END)[2]
     return _BEGIN.format(option=OPTION, name=name) + text + _END + template
 
 
 def check_agent(name: str) -> None:
-    """Raise ConfigError for a form that is not here."""
+    """Raise ConfigError for an unknown format."""
     if name in FORMS:
         return
     if name in OF_MODELS:
@@ -288,12 +291,12 @@ def check_agent(name: str) -> None:
 
 
 def agent_of(template: object) -> str | None:
-    """The name of the form in front of a chat template; None where there is none."""
+    """The name of the format in front of a chat template; None if there is none."""
     found = _FRONT.search(template) if isinstance(template, str) else None
     return found[1] if found else None
 
 
 def goes_on(template: object) -> bool:
-    """Whether answers go on behind results, see [Note: results within an answer]."""
+    """Whether answers continue after results, see [Note: results within an answer]."""
     name = agent_of(template)
     return name is not None and FORMS[name].within

@@ -1,6 +1,7 @@
-"""Encoded rows, cut where their last answer begins: what is asked, and what the right answer is.
+"""Encoded rows, split where their last answer begins: the prompt, and the reference answer.
 
-So a model is asked with the tokens of training, of any template, and what stood behind the cut is the right answer.
+This way a model is prompted with the same tokens as in training, whatever the template, and the tokens after the split
+are the reference.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ Feature = Mapping[str, Any]
 
 
 def last_answer(labels: Sequence[int]) -> tuple[int, int] | None:
-    """Where the last learnt tokens of a row begin and end; None where there are none, or no question before them."""
+    """Where the last run of learned tokens of a row begins and ends; None if there is none, or no question before
+    it."""
     end = len(labels)
     while end and labels[end - 1] == IGNORE:
         end -= 1
     begin = end
     while begin and labels[begin - 1] != IGNORE:
         begin -= 1
-    return (begin, end) if begin > 1 else None  # before raw text stands no more than the token that begins it
+    return (begin, end) if begin > 1 else None  # raw text has at most a begin-of-text token before it
 
 
 def unpacked(rows: Any) -> Sequence[Feature]:
-    """Encoded rows one by one, where they are packed, too."""
+    """Encoded rows one by one, unpacked if they are packed."""
     if hasattr(rows, "unpacked"):
         found: Sequence[Feature] = rows.unpacked
         return found
@@ -42,7 +44,7 @@ def _parts(row: Feature) -> Iterator[Feature]:
 
 
 def check_asks(rows: Any) -> None:
-    """Raise DataError where no row of an evaluation asks something."""
+    """Raise DataError if no evaluation row asks anything."""
     if not any(last_answer(row["labels"]) for row in unpacked(rows)):
         raise DataError(
             "--predict-with-generate: no evaluation row asks anything, since every token in them is learned. Leave "

@@ -15,14 +15,14 @@ from shardproof.errors import ShardproofError
 T = TypeVar("T")
 
 THREADS = "TOKENIZERS_PARALLELISM"
-MOST = 16  # processes; what they make is taken in by one
+MOST = 16  # processes; their output goes to a single one
 _told: ContextVar[Callable[[int, int, str], None]] = ContextVar("_told")
 
 
 @contextmanager
 def telling(told: Callable[[int, int, str], None]) -> Iterator[None]:
-    """Inside, `told(done, count, work)` hears how far long work is, in units of any size; without a name it is the
-    encoding of rows."""
+    """In this context, `told(done, count, work)` is called with the progress of long work, in units of any size; an
+    empty `work` means encoding rows."""
     before = _told.set(told)
     try:
         yield
@@ -31,7 +31,7 @@ def telling(told: Callable[[int, int, str], None]) -> Iterator[None]:
 
 
 def told_of(made: Iterable[T], count: int, work: str = "") -> Iterator[T]:
-    """The same `count` things, while whoever wants to know hears how many of them there are."""
+    """The same `count` items, reporting progress to the callback of `telling`."""
     told = _told.get(None)
     for number, one in enumerate(made, 1):
         yield one
@@ -40,25 +40,26 @@ def told_of(made: Iterable[T], count: int, work: str = "") -> Iterator[T]:
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def as_many_as_help(wanted: int) -> int:
-    """Processes that encode rows before training, when nothing else uses the cores; none where `wanted` is 0."""
+    """The number of processes that encode rows before training, when nothing else uses the cores; 0 if `wanted` is
+    0."""
     return max(wanted, min(cores(), MOST)) if wanted else 0
 
 
 def in_order(make: Callable[[int], T], count: int, workers: int) -> Iterator[T]:
-    """`make(0)`, `make(1)` ... `make(count - 1)`, made by `workers` processes; 0: by this one.
+    """`make(0)`, `make(1)` ... `make(count - 1)`, computed by `workers` processes; 0: by this one.
 
     Raises:
-        ShardproofError: the one that `make` raised, as it is.
+        ShardproofError: the one that `make` raised, unchanged.
     """
     import torch
     from torch.utils.data import DataLoader
 
-    if sys.platform != "linux" or current_process().daemon:  # processes import everything anew there, or may have none
+    if sys.platform != "linux" or current_process().daemon:  # spawned processes re-import all; daemons may have none
         workers = 0
     with _without_threads():
         made = iter(
@@ -67,7 +68,7 @@ def in_order(make: Callable[[int], T], count: int, workers: int) -> Iterator[T]:
                 batch_size=None,
                 num_workers=workers,
                 collate_fn=_as_it_is,
-                generator=torch.Generator(),  # else it draws from the one of training
+                generator=torch.Generator(),  # otherwise it would draw from the training's generator
                 multiprocessing_context="fork" if workers else None,
             )
         )
@@ -78,7 +79,8 @@ def in_order(make: Callable[[int], T], count: int, workers: int) -> Iterator[T]:
 
 
 class _Made:
-    """What a worker makes; an error of ours as a value, for a DataLoader would write its place in our code into it."""
+    """The results of a worker; a ShardproofError is returned as a value, since a DataLoader would put a traceback into
+    its message."""
 
     def __init__(self, make: Callable[[int], Any], count: int) -> None:
         self._make, self._count = make, count
@@ -95,7 +97,7 @@ class _Made:
 
 @contextmanager
 def _without_threads() -> Iterator[None]:
-    """Threads of tokenizers do not survive a fork, and processes are enough."""
+    """Turn off the threads of tokenizers: they do not survive a fork, and the processes are enough."""
     before = os.environ.get(THREADS)
     os.environ[THREADS] = "false"
     try:

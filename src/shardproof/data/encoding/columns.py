@@ -1,4 +1,4 @@
-"""Token ids and labels of rows, and weights where they have any, as they become a dataset."""
+"""Token ids, labels and (if any) weights of rows, collected into a dataset."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     import datasets
 
 _CHUNK = 1 << 24  # tokens in one Arrow chunk
-NAMES = {"input_ids": "i", "labels": "i", WEIGHTS: "f"}  # of columns, and the types of their arrays
+NAMES = {"input_ids": "i", "labels": "i", WEIGHTS: "f"}  # columns, and the types of their arrays
 
 
 class Columns:
-    """Token ids and labels, four bytes each, as the chunks of an Arrow table; and weights, if a row has some."""
+    """Token ids and labels, four bytes each, as chunks of an Arrow table; and weights, if any row has them."""
 
     def __init__(self) -> None:
         self._chunks: list[Any] = []
@@ -61,14 +61,14 @@ class Columns:
 
 
 def with_weights(parts: Sequence[datasets.Dataset]) -> list[datasets.Dataset]:
-    """Datasets that all have weights, if one has."""
+    """The same datasets, all with weights if any of them has weights."""
     if not any(WEIGHTS in part.column_names for part in parts):
         return list(parts)
     return [type(part)(_with_ones(part.data.table)) for part in parts]
 
 
 def _with_ones(table: Any) -> Any:
-    """A table with weights of its tokens, all 1 where it has none."""
+    """A table with weights for its tokens, all 1 if it had none."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute

@@ -1,4 +1,4 @@
-"""Chat templates that write the date: rows are rendered again in training, and have to say what they said before."""
+"""Chat templates that write the date: rows are rendered again in training, and must give the same text as before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 _CALL = re.compile(r"""\bstrftime_now\(\s*(['"])([^'"\\]*)\1\s*\)""")  # transformers' function for templates
 
 
-_DAY = "_rows_are_of"  # on a tokenizer, which goes from where rows are encoded to all ranks
+_DAY = "_rows_are_of"  # an attribute of the tokenizer, which travels to all ranks with it
 
 
 def today() -> date:
@@ -18,24 +18,24 @@ def today() -> date:
 
 
 def day_of(tokenizer: Any) -> date:
-    """The day on which rows began to be encoded with this tokenizer."""
+    """The day on which encoding with this tokenizer began."""
     day: date = tokenizer.__dict__.setdefault(_DAY, today())
     return day
 
 
 def keep_day(tokenizer: Any, day: date | None) -> None:
-    """Have rows say this day, on which a run began that goes on now."""
+    """Use this day, on which the resumed run began, in rendered rows."""
     if day is not None:
         setattr(tokenizer, _DAY, day)
 
 
 def writes_day(template: Any) -> bool:
-    """Whether a chat template writes the day."""
+    """Whether a chat template writes the date."""
     return isinstance(template, str) and bool(_CALL.search(template))
 
 
 def on_day(template: Any, day: date) -> Any:
-    """A chat template that writes this day, at 0:00, where it would write when it is rendered."""
+    """A chat template that writes this day, at 0:00, instead of the time of rendering."""
     if not isinstance(template, str):
         return template
     return _CALL.sub(lambda call: json.dumps(day.strftime(call[2]), ensure_ascii=False), template)

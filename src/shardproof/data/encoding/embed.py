@@ -1,8 +1,8 @@
-"""From rows of queries and what matches them to token ids, and from those to a padded batch.
+"""From rows of queries and their matches to token ids, and from those to a padded batch.
 
-[Note: what is embedded] A text is what the tokenizer makes of it, with the marks that it puts around a text by itself
-and without a chat template: that is what sentence-transformers reads, so that it gives the same embeddings. The turns
-of a conversation are a line each. A prompt stands before queries and not before what is to be found.
+[Note: what is embedded] A text is tokenised with the special tokens that the tokenizer adds by itself, and without a
+chat template: this is what sentence-transformers does, so it gives the same embeddings. Each turn of a conversation
+becomes a line. A prompt is put before queries, but not before documents.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     import datasets
 
 
-OF_TEXT = "it has files, but this is a text model"  # why a row cannot be used
+OF_TEXT = "it has files, but this is a text model"  # the reason that a row cannot be used
 
 
 @dataclass
 class MatchReport(EncodeReport):
-    """What became of the rows. Lengths are those of single texts.
+    """Counts of rows kept and left out. Lengths are those of single texts.
 
     Attributes:
-        limit: the most tokens of a text, where there is such.
+        limit: the maximum number of tokens of a text, if any.
         texts: how many texts the kept rows have.
-        most: how many texts a row has at most.
+        most: the maximum number of texts of a row.
     """
 
     limit: int | None = None
@@ -58,7 +58,7 @@ class MatchReport(EncodeReport):
 
 
 def turns_of(row: Row) -> list[list[dict[str, Any]]]:
-    """The turns of the query of a row, of each of its positives and of each of its negatives."""
+    """The turns of a row's query, of each of its positives and of each of its negatives."""
     found = (*row.extra[POSITIVE], *row.extra[NEGATIVE])
     return [row.messages, *map(turns_of_found, found)]
 
@@ -69,13 +69,13 @@ def names_files(row: Row) -> bool:
 
 
 def at_length(row: Row) -> Row:
-    """The row with the turns of what is to be found behind those of its query."""
+    """The row with the turns of its documents after those of its query."""
     return replace(row, messages=[turn for turns in turns_of(row) for turn in turns])
 
 
 def prompt_of(system: str | None, files: tuple[str, ...]) -> str | None:
-    """What stands before queries, of a system message: with a chat template the message itself, else a line in front
-    of a text."""
+    """The prompt for queries, from a system message: the message itself if files are read through a chat template,
+    otherwise a line before the text."""
     return system if files or not system else f"{system}\n"
 
 
@@ -87,7 +87,7 @@ class MatchEncoder(LabelledEncoder):
         self._prompt = prompt
 
     def texts(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Sequence[int]] | str]]:
-        """Of each row its texts, without the tokenizer's marks; or why it cannot be used."""
+        """The texts of each row, without the tokenizer's special tokens; or why it cannot be used."""
         for row in rows:
             if names_files(row):
                 yield row, OF_TEXT
@@ -103,17 +103,17 @@ class MatchEncoder(LabelledEncoder):
             yield row, wrong or [found[0] for found in made if not isinstance(found, str)]
 
     def marked(self, ids: Sequence[int], most: int | None, truncation: Truncation = "right") -> list[int]:
-        """A text with the tokenizer's marks, cut to `most` tokens."""
+        """A text with the tokenizer's special tokens, cut to `most` tokens."""
         return self.fitted(Row([], "", 0, {}, "text"), ids, most, truncation)
 
     def columns(
         self, row: Row, made: Sequence[Any], most: int | None = None, truncation: Truncation = "right"
     ) -> dict[str, Any]:
-        """What a row has besides its token ids, once its texts are cut."""
+        """The columns of a row besides its token ids, after its texts are cut."""
         return {"labels": 1.0 if row.extra[LABEL] is None else row.extra[LABEL]}
 
     def _query(self, row: Row) -> str:
-        """Raises Problem for what is not in its texts."""
+        """The text of the query. Raises Problem for anything that text cannot represent."""
         check_texts(row.messages)
         prompt = "" if row.messages[0]["role"] in SYSTEM else self._prompt or ""
         return prompt + "\n".join(turn["content"] for turn in row.messages)
@@ -129,15 +129,15 @@ def encode_matches(
     bad_rows: BadRows = "stop",
     workers: int = 0,
 ) -> datasets.Dataset:
-    """Tokenise rows of a form of `Matches`. The arguments are those of `encode_rows`; lengths are of single texts.
+    """Tokenise rows of a `Matches` form. The arguments are those of `encode_rows`; lengths are those of single texts.
 
-    Returns:
-        A dataset with the columns `input_ids`, the texts of a row one after the other (query, positive, negatives),
-        `lengths`, of each of them, and those of `encoder.columns`: `labels`, the score of a row (1 where it has none).
-        Its attribute `report` is a `MatchReport`, `places` says where its rows stand, and `numbers` which they are.
+    Returns: A dataset with the columns `input_ids`, the texts of a row one after the other (query, positive,
+        negatives), `lengths`, the length of each of them, and those of `encoder.columns`: `labels`, the score of a row
+        (1 if it has none). Its attribute `report` is a `MatchReport`, `places` gives the file and line of its rows, and
+        `numbers` their numbers.
 
     Raises:
-        DataError: a row cannot be used; a text is too long and may not be; no row is left.
+        DataError: a row cannot be used; a text is too long and `truncation` is `raise`; no row is left.
     """
     import datasets
     import numpy as np
@@ -203,8 +203,8 @@ def collate_matches(rows: Sequence[Mapping[str, Any]], pad_token_id: int) -> dic
     """One batch: all queries, then all positives, then all negatives, padded on the right to the longest of them.
 
     Returns: `input_ids` and `attention_mask`, int64 of shape (texts, length), and `labels`: `rows`, how many queries
-        there are; `scores`, fp32 of shape (rows,); `keys`, int64 of shape (texts - rows,), the same for equal texts;
-        and `mask`, the attention mask.
+        there are; `scores`, fp32 of shape (rows,); `keys`, int64 of shape (texts - rows,), equal for equal texts; and
+        `mask`, the attention mask.
     """
     import torch
 
@@ -222,6 +222,6 @@ def collate_matches(rows: Sequence[Mapping[str, Any]], pad_token_id: int) -> dic
 
 
 def key_of(text: list[Any]) -> int:
-    """A number that equal texts share: lists of token ids, or of turns."""
+    """A number that is the same for equal texts, given as lists of token ids or of turns."""
     digest = hashlib.blake2b(repr(text).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)

@@ -38,8 +38,8 @@ T = TypeVar("T")
 Learnt = Literal["answer", "last_round", "all", "answer+ignore_empty_think", "last_round+ignore_empty_think"]
 
 _BATCH = 512  # rows tokenised in one call
-_PART = 64  # rows that a process hands over at once
-_FEW = 2000  # rows, encoded in a second or two: up to here processes are not worth their start
+_PART = 64  # rows that a process returns at a time
+_FEW = 2000  # up to this many rows (a second or two of encoding), starting processes is not worth it
 
 
 def encode_rows(
@@ -54,35 +54,35 @@ def encode_rows(
     workers: int = 0,
     weights: Sequence[Weights] = (),
 ) -> datasets.Dataset:
-    """Tokenise rows and say which tokens are learnt.
+    """Tokenise rows and label the tokens that are learned.
 
-    Chat rows go through the tokenizer's chat template. Rows of plain prompt and completion are joined as they stand,
-    behind the tokenizer's begin-of-text token if it uses one, and closed by its end-of-text token.
+    Chat rows go through the tokenizer's chat template. Rows of plain prompt and completion are joined as they are,
+    after the tokenizer's begin-of-text token if it uses one, and closed by its end-of-text token.
 
     Args:
-        rows: what `read_rows` gave, or any rows.
-        tokenizer: of transformers.
-        max_length: tokens; None for no limit.
-        loss: `answer` learns the answers and the tokens that end them; `last_round` learns those
-            to the last question of a conversation (several, where tools are called) and no others; `all` learns every
-            token. With `+ignore_empty_think` a thought of nothing at the beginning of an answer, which templates put
-            there, is not learnt.
+        rows: the result of `read_rows`, or any rows.
+        tokenizer: a transformers tokenizer.
+        max_length: in tokens; None for no limit.
+        loss: `answer` learns the answers and the tokens that end them; `last_round` learns only those to the last
+            question of a conversation (several if tools are called); `all` learns every token. With
+            `+ignore_empty_think`, an empty thought that a template puts at the beginning of an answer is not learned.
         truncation: what happens to a longer row: it is left out (`drop`), loses its last (`right`) or first (`left`)
-            tokens, or is an error (`raise`). A row whose cut takes every learnt token is left out. `split` makes rows
-            of it where all is learnt, as of raw text, and leaves out others.
-        system: the system message of chat rows that have none.
-        bad_rows: as for `read_rows`, of rows that have files, or of which the template refuses or loses something.
-        workers: processes that encode `Rows`, where there are many; 0 does it in this one.
-        weights: of parts of answers.
+            tokens, or raises an error (`raise`). A row that loses every learned token is left out. `split` turns a row
+            in which every token is learned, such as raw text, into several, and leaves out others.
+        system: the system message for chat rows that have none.
+        bad_rows: as for `read_rows`, applied to rows that have files, or of which the template refuses or loses
+            something.
+        workers: number of processes that encode `Rows`, if there are many; 0 encodes in this process.
+        weights: weights for parts of answers.
 
-    Returns:
-        A dataset with the columns `input_ids` and `labels` (-100 where nothing is learnt), in the order of the rows,
-        and `token_weights` (float32), if there are `weights`, or a turn has one. Its `report` is an `EncodeReport`;
-        `places` say where its rows stand, `numbers` which they are, and `cut` which of these lost tokens.
+    Returns: A dataset with the columns `input_ids` and `labels` (-100 where nothing is learned), in the order of the
+        rows, and `token_weights` (float32) if there are `weights` or a turn has a weight. Its `report` is an
+        `EncodeReport`; `places` gives the file and line of its rows, `numbers` their numbers, and `cut` the numbers of
+        those that lost tokens.
 
     Raises:
-        ConfigError: rows of messages and a tokenizer without a chat template, or one whose answers cannot be found.
-        DataError: a row cannot be used; a row is too long and may not be; no row is left.
+        ConfigError: rows have messages, but the tokenizer has no chat template, or one whose answers cannot be found.
+        DataError: a row cannot be used; a row is too long and `truncation` is `raise`; no row is left.
     """
     checked_length(max_length)
     encoder = Encoder(tokenizer, loss, system, bad_rows, weights)
@@ -109,7 +109,8 @@ def learnt_of(
     report: EncodeReport,
     bad: list[BadRow],
 ) -> Iterator[tuple[Row, Labelled]]:
-    """What is learnt of rows as `Encoder` gives them. `report` counts them, `bad` takes those that cannot be used."""
+    """The parts to train on from rows that `Encoder` encoded. `report` counts the rows, `bad` collects those that
+    cannot be used."""
     for row, outcome in encoded:
         if isinstance(outcome, str):
             bad.append(BadRow(row.source, row.line, outcome))
@@ -122,7 +123,8 @@ def learnt_of(
 def walk(
     rows: Iterable[Row], make: Callable[[Iterable[Row]], Iterable[tuple[Row, T]]], workers: int
 ) -> Iterator[tuple[Row, T]]:
-    """What `make` makes of each row, by processes where that is worth it: rows come without what is in them then."""
+    """The results of `make` for each row, using processes if that is worth it: rows are then returned without their
+    content."""
     if workers < 2 or not isinstance(rows, Rows) or len(rows) <= _FEW:
         yield from told_of(make(rows), len(rows)) if isinstance(rows, Rows) else make(rows)
         return
@@ -140,7 +142,7 @@ def collate(features: Sequence[Mapping[str, Sequence[int]]], pad_token_id: int) 
 
     Args:
         features: rows with `input_ids` and `labels`, and `token_weights`.
-        pad_token_id: what `input_ids` are padded with; labels are padded with -100.
+        pad_token_id: pads `input_ids`; labels are padded with -100.
 
     Returns:
         `input_ids`, `attention_mask` and `labels`, each int64 of shape (rows, length), and `token_weights`, see
@@ -162,7 +164,7 @@ def collate(features: Sequence[Mapping[str, Sequence[int]]], pad_token_id: int) 
 
 
 class Encoder:
-    """Rows to token ids and labels. Of `bad_rows` those are bad, too, whose answers cannot be found."""
+    """Rows to token ids and labels. With `bad_rows="skip"`, rows whose answers cannot be found are bad rows, too."""
 
     def __init__(
         self,
@@ -180,7 +182,7 @@ class Encoder:
         self._skips = bad_rows == "skip"
 
     def encode(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Labelled | str]]:
-        """Of each row token ids and labels, or why it cannot be used."""
+        """The token ids and labels of each row, or why it cannot be used."""
         walk = iter(rows)
         while batch := list(islice(walk, _BATCH)):
             texts = [self._text_or_problem(row) for row in batch]
@@ -189,7 +191,7 @@ class Encoder:
                 yield row, text if isinstance(text, str) else next(labelled)
 
     def packed(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Labelled | str]]:
-        """As `encode`, in arrays: a list of numbers is long on its way between processes."""
+        """Like `encode`, but with arrays, which are faster to pass between processes than lists of numbers."""
         for row, made in self.encode(rows):
             yield row, made if isinstance(made, str) else tuple(map(array, "iif", made))
 
@@ -209,14 +211,14 @@ class Encoder:
 
     @cached_property
     def seen(self) -> Seen:
-        """What that template writes."""
+        """Checks on what that template writes."""
         return Seen(self.template, self._system)
 
     def text(self, row: Row) -> tuple[str, Spans]:
-        """The text of a row, and where in it stands what is learnt, with weights, if there are any.
+        """The text of a row and the spans of it that are learned, with weights, if any.
 
         Raises:
-            Problem: the chat template refuses it, or leaves something out, or nothing of it weighs anything.
+            Problem: the chat template refuses it or leaves something out, or all of it has weight 0.
         """
         return self._chat_text(row) if row.kind == "chat" else self._plain_text(row)
 
@@ -246,7 +248,7 @@ class Encoder:
     def _plain_text(self, row: Row) -> tuple[str, Spans]:
         prompt, completion = (message["content"] for message in row.messages)
         begin, end = self.begin_of_text, self._tokenizer.eos_token or ""
-        begin = "" if (prompt + completion).startswith(begin) else begin  # rows may have been written out for others
+        begin = "" if (prompt + completion).startswith(begin) else begin  # rows may already contain the token
         text = begin + prompt + completion.removesuffix(end) + end
         answer = len(begin) + len(prompt), len(text)
         spans = [(0, len(text))] if self._all else [answer]
@@ -262,7 +264,7 @@ class Encoder:
         return begin_of_text(self._tokenizer)
 
     def labelled(self, texts: Sequence[tuple[str, Spans]]) -> Iterator[Labelled]:
-        """Token ids and labels of what `text` gives."""
+        """Token ids and labels for the results of `text`."""
         if not self._fast:
             yield from (self._tokenise_pieces(text, spans) for text, spans in texts)
             return
@@ -277,7 +279,7 @@ class Encoder:
             yield ids, *labels_of(ids, offsets, spans, text)
 
     def _tokenise_pieces(self, text: str, spans: Spans) -> Labelled:
-        """For tokenizers that cannot say where a token stood: every answer is tokenised by itself."""
+        """For tokenizers without offsets: every answer is tokenised separately."""
         ids: list[int] = []
         labels: list[int] = []
         weights: list[float] = []
@@ -292,6 +294,6 @@ class Encoder:
 
 
 def begin_of_text(tokenizer: Any) -> str:
-    """What the tokenizer puts before a text by itself: its begin-of-text token, or nothing."""
+    """The text that the tokenizer puts before a text by itself: its begin-of-text token, or nothing."""
     bos = tokenizer.bos_token_id
     return tokenizer.bos_token if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else ""

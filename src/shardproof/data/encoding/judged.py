@@ -1,9 +1,10 @@
-"""From a query and texts that may answer it to prompts that a causal language model answers by one word.
+"""From a query and candidate documents to prompts that a causal language model answers with one word.
 
-[Note: pairs in templates] A template takes a pair as turns of a `query` and a `document`, behind a `system` turn that
-is the instruction: that is how sentence-transformers' CrossEncoder and vLLM ask. Any other chat template gets a
-beginning that makes of such turns what Qwen3-Reranker was trained on, a question of a user to a model that does not
-think; conversations it writes as before. It is kept with the tokenizer, so that all who load it read the same.
+[Note: pairs in templates] A template takes a pair as turns with the roles `query` and `document`, after a `system` turn
+with the instruction: this is how sentence-transformers' CrossEncoder and vLLM call it. Any other chat template gets a
+prefix that turns such turns into the prompt Qwen3-Reranker was trained on, a user's question to a model that does not
+think; it renders conversations as before. The prefix is saved with the tokenizer, so that everything that loads it
+renders the same.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from shardproof.data.rows import Row
 from shardproof.errors import ConfigError
 
 QUERY, DOCUMENT = "query", "document"
-Write = Callable[[Any, str | None, str, str], str]  # as `prompt`
-# The words of Qwen3-Reranker.
+Write = Callable[[Any, str | None, str, str], str]  # same signature as `prompt`
+# Qwen3-Reranker's wording.
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 TASK = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
@@ -67,7 +68,7 @@ _BEGINNING = f"""\
 
 
 def check_variables(variables: Mapping[str, str]) -> None:
-    """Raise ConfigError for a variable of the chat template that would have the model think before it answers."""
+    """Raise ConfigError for a chat template variable that makes the model think before it answers."""
     if variables.get("enable_thinking", "false").lower() != "false":
         raise ConfigError(
             "--template-variables enable_thinking: a generative reranker answers yes or no without thinking. Leave "
@@ -76,11 +77,11 @@ def check_variables(variables: Mapping[str, str]) -> None:
 
 
 def take_pairs(tokenizer: Any, name: str, write: Write | None = None) -> None:
-    """See that the chat template of a tokenizer, that of the model `name`, takes pairs. `write`: what writes them, in
-    place of `prompt`.
+    """Make sure that the chat template of the tokenizer of model `name` takes pairs. `write`: renders them instead of
+    `prompt`.
 
     Raises:
-        ConfigError: it has none, or one that fails on what is asked.
+        ConfigError: it has no chat template, or one that fails on a pair.
     """
     template = tokenizer.chat_template
     if not isinstance(template, str):
@@ -92,7 +93,7 @@ def take_pairs(tokenizer: Any, name: str, write: Write | None = None) -> None:
         tokenizer.chat_template = _BEGINNING + template
     try:
         text = (write or prompt)(tokenizer, None, f"{MARK}q", f"{MARK}d")
-    except Exception as error:  # whatever Jinja and the template raise
+    except Exception as error:  # Jinja and the template may raise anything
         why = " ".join(str(error).split()).rstrip(".")
     else:
         if all(text.count(f"{MARK}{letter}") == 1 for letter in "qd"):
@@ -104,22 +105,22 @@ def take_pairs(tokenizer: Any, name: str, write: Write | None = None) -> None:
 
 
 def prompt(tokenizer: Any, system: str | None, query: str, document: str) -> str:
-    """What the model reads of a pair; `system`: the instruction, where there is one."""
+    """The prompt for a pair; `system`: the instruction, if any."""
     turns = turns_of_pair(system, query, document)
     made: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     return made
 
 
 def turns_of_pair(system: Any, query: Any, document: Any) -> list[dict[str, Any]]:
-    """What a template that takes pairs is given; contents are texts or lists of parts."""
+    """The turns that a template that takes pairs is given; contents are texts or lists of parts."""
     return with_system([{"role": QUERY, "content": query}, {"role": DOCUMENT, "content": document}], system)
 
 
 def word_token(tokenizer: Any, word: str, name: str, write: Write | None = None) -> int:
-    """The token that answers a pair by this word; `write` as for `take_pairs`.
+    """The token for this word as the answer to a pair; `write` as for `take_pairs`.
 
     Raises:
-        ConfigError: the tokenizer of the model `name` writes it as none of its own.
+        ConfigError: the tokenizer of model `name` does not write the word as a single token.
     """
     asked = (write or prompt)(tokenizer, None, "a", "b")
     before, whole = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (asked, asked + word))
@@ -134,8 +135,8 @@ def word_token(tokenizer: Any, word: str, name: str, write: Write | None = None)
 
 
 class JudgedEncoder(PairEncoder):
-    """Rows to the token ids of a prompt for each pair of the query and one of its texts. The tokenizer takes pairs
-    already. What is too long loses the end of its text, and never what opens the answer."""
+    """Rows to the token ids of a prompt for each pair of the query and one of its documents. The tokenizer must already
+    take pairs. A prompt that is too long loses the end of its document, never the opening of the answer."""
 
     def __init__(self, tokenizer: Any, system: str | None = None) -> None:
         super().__init__(tokenizer, system)

@@ -1,12 +1,12 @@
 """From rows with labels to token ids, and from those to a padded batch.
 
-[Note: what a classifier reads] A conversation goes through the tokenizer's chat template, and where it ends with a
-question, what opens the next answer stands at its end: there a decoder has read all of it, and it is judged by its last
-token. A tokenizer without a template (BERT's) is given the texts of the turns, a line each, and puts its own marks
-around them; so are rows of plain `prompt`. What is too long loses text and never these marks.
+[Note: what a classifier reads] A conversation goes through the tokenizer's chat template. If it ends with a question,
+the generation prompt is added: by then a decoder has read everything, and the last token is what gets classified. A
+tokenizer without a template (BERT's) gets the texts of the turns, one per line, and adds its own special tokens around
+them; rows of plain `prompt` are treated the same way. A row that is too long loses text, never these special tokens.
 
-A model finds its last token as the last one that is no padding. So batches are padded with the token that its config
-calls the padding, on the right, in training and whenever it is asked.
+A model takes the last token that is not padding as its last token. So batches are padded with the padding token of the
+model's config, on the right, in training and in inference.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     import datasets
     import torch
 
-LARGE = 10**9  # tokens; a tokenizer says more than this where it knows no limit
+LARGE = 10**9  # tokens; a tokenizer reports more than this if it knows no limit
 
 
 @dataclass
 class LabelReport(EncodeReport):
-    """What became of the rows. No token is learnt, and a row whose text was cut has its label.
+    """Counts of rows kept and left out. No token is learned, and a row whose text was cut keeps its label.
 
     Attributes:
-        limit: the most tokens of a row, where there is such.
-        labels: how many of the kept rows have each label, by its name; of a regression nothing.
+        limit: the maximum number of tokens of a row, if any.
+        labels: how many of the kept rows have each label, by name; empty for a regression.
     """
 
     limit: int | None = None
@@ -63,7 +63,7 @@ class LabelReport(EncodeReport):
 
 
 def longest_of(tokenizer: Any, max_length: int | None = None) -> int | None:
-    """How many tokens a row may have, by `max_length` and by what the tokenizer knows of its model; None: any."""
+    """The maximum number of tokens of a row, from `max_length` and the tokenizer's own limit; None: no limit."""
     known = [n for n in (max_length, getattr(tokenizer, "model_max_length", None)) if n is not None and n < LARGE]
     return min(known, default=None)
 
@@ -72,19 +72,19 @@ class LabelledEncoder(Encoder):
     """Rows to token ids."""
 
     cuts = True  # rows that are too long
-    shorter = CUT  # what makes them so
+    shorter = CUT  # advice on how to shorten rows
 
     def __init__(self, tokenizer: Any, system: str | None = None) -> None:
         super().__init__(tokenizer, "answer", system)
         self._before, self._after = _marks(tokenizer)
 
     def ids(self, rows: Iterable[Row]) -> Iterator[tuple[Row, tuple[Sequence[int], Label | None] | str]]:
-        """Of each row its tokens, without the tokenizer's marks, and its label; or why it cannot be used."""
+        """The tokens of each row, without the tokenizer's special tokens, and its label; or why it cannot be used."""
         for row, made in self.encode(rows):
             yield row, made if isinstance(made, str) else (array("i", made[0]), row.extra.get(LABEL))
 
     def fitted(self, row: Row, ids: Sequence[int], most: int | None, truncation: Truncation) -> list[int]:
-        """With the tokenizer's marks where the template brings none, and so much cut off that it has `most` tokens."""
+        """The tokens with the tokenizer's special tokens, unless a template was used, cut to `most` tokens."""
         before, after = ([], []) if self._templated(row) else (self._before, self._after)
         room = len(ids) if most is None else max(most - len(before) - len(after), 0)
         return [*before, *cut(ids, room, truncation), *after]
@@ -106,12 +106,13 @@ class LabelledEncoder(Encoder):
         return self._unmarked((turn["content"] for turn in row.messages), ""), []
 
     def _unmarked(self, texts: Iterable[str], between: str = "\n") -> str:
-        """The texts without the begin-of-text token that they may bring, which is one of the tokenizer's marks."""
+        """The joined texts without the begin-of-text token that they may start with, which the tokenizer adds
+        anyway."""
         return between.join(texts).removeprefix(self.begin_of_text)
 
 
 def cut(ids: Sequence[int], most: int, truncation: Truncation) -> list[int]:
-    """The first `most`, or the last where the left is cut off."""
+    """The first `most` ids, or the last ones if truncating on the left."""
     return list(ids[-most:] if truncation == "left" and most else ids[:most])
 
 
@@ -120,7 +121,8 @@ def tools_of(row: Row) -> dict[str, Any]:
 
 
 def _marks(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What a tokenizer puts before and behind a text by itself: `[CLS]` and `[SEP]`, a begin-of-text token, nothing."""
+    """The tokens that a tokenizer adds before and after a text by itself: `[CLS]` and `[SEP]`, a begin-of-text token,
+    or none."""
     whole, bare = (list(tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (True, False))
     starts = (i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare)
     start = next(starts, None)
@@ -140,12 +142,12 @@ def encode_labelled(
 ) -> datasets.Dataset:
     """Tokenise rows of the form `labelled(labels)`. The arguments are those of `encode_rows`.
 
-    Returns:
-        A dataset with the columns `input_ids` and `labels` (what `Labels.of` gives), in the order of the rows. Its
-        attribute `report` is a `LabelReport`, `places` says where its rows stand, and `numbers` which they are.
+    Returns: A dataset with the columns `input_ids` and `labels` (the results of `Labels.of`), in the order of the rows.
+        Its attribute `report` is a `LabelReport`, `places` gives the file and line of its rows, and `numbers` their
+        numbers.
 
     Raises:
-        DataError: a row cannot be used; a row is too long and may not be; no row is left.
+        DataError: a row cannot be used; a row is too long and `truncation` is `raise`; no row is left.
     """
     import datasets
     import numpy as np
@@ -194,15 +196,15 @@ def encode_labelled(
 def collate_labelled(rows: Sequence[Mapping[str, Any]], pad_token_id: int, labels: Labels) -> dict[str, torch.Tensor]:
     """One batch: rows padded on the right to the longest of them.
 
-    Returns: `input_ids` and `attention_mask`, int64 of shape (rows, length), and `labels` as of `tensor_of`.
+    Returns: `input_ids` and `attention_mask`, int64 of shape (rows, length), and `labels`, see `tensor_of`.
     """
     batch = collate([{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows], pad_token_id)
     return batch | {"labels": tensor_of([row["labels"] for row in rows], labels)}
 
 
 def tensor_of(given: Sequence[Any], labels: Labels) -> torch.Tensor:
-    """Labels as `Labels.of` gives them. Returns int64 of shape (rows,), or where a row may have several, or numbers are
-    to be predicted, float32 of shape (rows, names)."""
+    """A tensor of labels from `Labels.of`: int64 of shape (rows,), or, if a row may have several labels or numbers are
+    predicted, float32 of shape (rows, names)."""
     import torch
 
     if labels.problem == MULTI:

@@ -1,5 +1,5 @@
-"""Which turns of a conversation are learnt, and which places of its text, beyond what each turn says; how much each
-weighs, and which tokens these are."""
+"""Which turns of a conversation, and which spans of its text, are learned, besides what each turn itself specifies;
+their weights, and the tokens they correspond to."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardproof.data.encoding.weights import Part, Weights, laid_over, parts_of_
 from shardproof.data.forms.parts import Problem, text_of
 
 IGNORE = -100  # the label that cross entropy leaves out
-Spans = Sequence[Span] | Sequence[Part]  # where in a text stands what is learnt, in its order, and what it weighs
+Spans = Sequence[Span] | Sequence[Part]  # the learned spans of a text, in order, and their weights
 
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
 
 
 def only_last_round(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same turns, of which no answers are learnt but those to the last question, calls of tools with what is said
-    to their results, and those that say themselves that they are. Raises Problem where none is."""
+    """The same turns, with only these answers learned: those to the last question (tool calls and the answers to their
+    results included), and those that ask for it themselves. Raises Problem if there are none."""
     answers = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
     before = messages[: max(answers, default=0)]
     asked = max((i for i, turn in enumerate(before) if turn["role"] == "user"), default=-1)
@@ -33,13 +33,12 @@ def only_last_round(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def answers_of(
     template: Template, messages: Sequence[dict[str, Any]], extra: Mapping[str, Any]
 ) -> tuple[str, list[Span]]:
-    """The text of a conversation, and the answers in it that are to be learnt. Raises ValueError as `render_answers`
-    does."""
+    """The text of a conversation, and the spans of its learned answers. Raises ValueError like `render_answers`."""
     return template.render_answers(messages, **extra)
 
 
 def past_empty_thoughts(text: str, answers: Sequence[Span]) -> list[Span]:
-    """The same answers without a thought of nothing that they begin with, or that a prompt has opened for them."""
+    """The same answers without an empty thought at their beginning, including one that the prompt opened."""
     empty = [found.span() for found in _EMPTY_THOUGHT.finditer(text)]
     ends = {start: next((b for a, b in empty if a <= start < b), start) for start, _ in answers}
     return [(min(ends[start], end), end) for start, end in answers]
@@ -48,11 +47,11 @@ def past_empty_thoughts(text: str, answers: Sequence[Span]) -> list[Span]:
 def all_but_unlearnt(
     template: Template, messages: Sequence[dict[str, Any]], extra: Mapping[str, Any]
 ) -> tuple[str, list[Span]]:
-    """The text of a conversation, and all of it but for the turns that are not to be learnt: answers with what ends
-    them, and what others say.
+    """The text of a conversation, and the spans of all of it except the turns that are not learned: answers with the
+    tokens that end them, and the content of other turns.
 
     Raises:
-        ValueError: such a turn cannot be found in the text.
+        ValueError: one of these turns cannot be found in the text.
     """
     if all(turn.get("loss", True) for turn in messages):
         text = template.render(messages, **extra)
@@ -66,7 +65,7 @@ def all_but_unlearnt(
 
 
 def _content(template: Template, messages: Sequence[dict[str, Any]], i: int, extra: Mapping[str, Any]) -> Span:
-    """Where in the text of a conversation the content of a message stands. Raises ValueError where that is not seen."""
+    """The span of a message's content in the text of a conversation. Raises ValueError if it cannot be found."""
     text = template.render(messages, **extra)
     stand_in = [*messages[:i], {**messages[i], "content": MARK}, *messages[i + 1 :]]
     before, mark, behind = template.render(stand_in, **extra).partition(MARK)
@@ -83,15 +82,16 @@ def with_weights(
     spans: Sequence[Span],
     answers: Sequence[Span],
 ) -> list[Part]:
-    """What is learnt of a conversation, with weights: that of its turn, or by these sets, see `weighed`.
+    """The learned parts of a conversation with their weights: that of the turn, or those given by `sets`, see
+    `weighed`.
 
     Args:
-        spans: of `text`, what is learnt.
-        answers: of them or within them, the answers that are learnt.
+        spans: the learned spans of `text`.
+        answers: the learned answers, which are among these spans or within them.
 
     Raises:
-        Problem: nothing of it weighs anything.
-        ValueError: which turn is which answer cannot be told.
+        Problem: all of it has weight 0.
+        ValueError: turns and answers cannot be matched.
     """
     turns = [i for i, turn in enumerate(messages) if turn["role"] == "assistant" and turn.get("loss", True)]
     if len(turns) != len(answers):
@@ -110,11 +110,11 @@ def with_weights(
 
 
 def labels_of(ids: list[int], offsets: Sequence[Span], spans: Spans, text: str) -> tuple[list[Any], ...]:
-    """The tokens that begin inside a span, and -100 for the others, and in one that weighs 0; and the weights of all,
-    if the spans have some.
+    """The ids of tokens that begin inside a span, and -100 for the others and those in a span with weight 0; and the
+    weights of all tokens, if the spans have weights.
 
-    A token that begins before it holds text that the model is given, and is not learnt, unless that text is only white
-    space: `Answer: ` and `yes` meet in the token ` yes`, which is all there is to learn.
+    A token that begins before the span contains text that the model is given, and is not learned unless that text is
+        only white space: `Answer: ` and `yes` meet in the token ` yes`, which is all there is to learn.
     """
     labels, weights = [IGNORE] * len(ids), [1.0] * len(ids)
     starts = [start for start, _ in offsets]

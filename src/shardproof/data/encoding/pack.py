@@ -1,7 +1,7 @@
-"""Several rows in one: what a batch would fill up with padding is filled with other rows.
+"""Several rows packed into one: space that would be padding in a batch is filled with other rows.
 
-A packed row is told apart by its position ids, which begin anew with each row in it. transformers' attention, of any
-kind, keeps tokens of one row from seeing another by them alone.
+The rows in a packed row are told apart by their position ids, which restart at 0 with each row. From these alone, every
+attention implementation of transformers keeps the tokens of one row from attending to another.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from shardproof.data.media.rows import MediaRows
     from shardproof.data.rows import Places, Row
 
-_BLOCK = 10_000  # rows packed at a time: a multiple of those among which TRL packs
-LENGTHS = "seq_lengths"  # of the rows in a packed row, in tokens; TRL's name for it
+_BLOCK = 10_000  # rows packed at a time: a multiple of the number that TRL packs together
+LENGTHS = "seq_lengths"  # lengths in tokens of the rows in a packed row; TRL's name for it
 
 
 def pack_rows(dataset: datasets.Dataset, max_length: int | None) -> datasets.Dataset:
-    """Put encoded rows together, the longest first into the fullest packed row that has room (TRL's best-fit
-    decreasing, among every thousand rows).
+    """Pack encoded rows, longest first, each into the fullest packed row that has room (TRL's best-fit decreasing,
+    within every thousand rows).
 
     Args:
-        dataset: what `encode_rows` gave: no row is longer than `max_length`.
-        max_length: tokens of a packed row.
+        dataset: the result of `encode_rows`: no row is longer than `max_length`.
+        max_length: the length of a packed row, in tokens.
 
     Returns:
         A dataset with the columns `input_ids`, `labels` and `seq_lengths`, and the same `report`.
 
     Raises:
-        ConfigError: no `max_length`.
+        ConfigError: `max_length` is missing.
     """
     from trl.data_utils import pack_dataset
 
@@ -56,7 +56,7 @@ def _lengths(dataset: Any) -> list[int]:
 
 
 class Packs(Sequence[list[int]]):
-    """Of each packed row the numbers of the rows in it, by their lengths alone. Found when somebody asks."""
+    """For each packed row, the numbers of the rows in it, computed from their lengths alone, on first access."""
 
     def __init__(self, lengths: Sequence[int], max_length: int) -> None:
         self._lengths, self._max_length = lengths, max_length
@@ -67,7 +67,7 @@ class Packs(Sequence[list[int]]):
         return [numbers for start in starts for numbers in self._of_block(start)]
 
     def _of_block(self, start: int) -> Iterator[list[int]]:
-        """Rows whose tokens are their numbers, packed as any others."""
+        """Packs stand-in rows whose tokens are their own row numbers."""
         import datasets
         import numpy as np
         import pyarrow as pa
@@ -87,7 +87,7 @@ class Packs(Sequence[list[int]]):
 
 
 class PackedPlaces:
-    """Where the rows in packed rows stand."""
+    """The places of the rows in packed rows."""
 
     def __init__(self, places: Places, packs: Packs, length: int) -> None:
         self._places, self._packs, self._length = places, packs, length
@@ -96,22 +96,22 @@ class PackedPlaces:
         return self._length
 
     def within(self, index: int) -> list[str]:
-        """Of all that is learnt at once."""
+        """The places of all rows in one packed row."""
         return [self._places[number] for number in self._packs[index]]
 
 
 class PackedMediaRows(Sequence[dict[str, Any]]):
-    """Rows with files, several in one. An element has `rows`, a list of those of `MediaRows`.
+    """Packed rows with files. An element has `rows`, a list of elements of `MediaRows`.
 
     Args:
         unpacked: the rows, none of which is longer than `max_length`.
-        max_length: tokens of a packed row.
+        max_length: the length of a packed row, in tokens.
 
     Attributes:
-        report, places: as of `pack_rows`.
+        report, places: as for `pack_rows`.
 
     Raises:
-        ConfigError: no `max_length`.
+        ConfigError: `max_length` is missing.
     """
 
     def __init__(self, unpacked: MediaRows, max_length: int | None) -> None:
@@ -127,7 +127,7 @@ class PackedMediaRows(Sequence[dict[str, Any]]):
 
     @property
     def rows(self) -> Iterator[Row]:
-        """As they were read."""
+        """The rows as they were read."""
         return self.unpacked.rows
 
     def few(self) -> list[dict[str, Any]]:
@@ -147,13 +147,12 @@ def collate_packed(
     """One batch of packed rows.
 
     Args:
-        flat: whether all of them are to be one, see `wants_flat`.
+        flat: whether to concatenate them into one, see `wants_flat`.
 
-    Returns:
-        `input_ids`, `position_ids` and `labels`, each int64 of shape (packed rows, length), `token_weights` (see
+    Returns: `input_ids`, `position_ids` and `labels`, each int64 of shape (packed rows, length), `token_weights` (see
         `batch_of_weights`), no attention mask, and `use_cache=False`: with a cache, transformers does not look for
-        packed rows. The first token of each row is never learnt: what stands before it is another row. Padding is at
-        position 0, which makes each of its tokens a row by itself.
+        packed rows. The first token of each row is never learned, since the text before it belongs to another row.
+        Padding has position 0, which makes each padding token a row by itself.
     """
     import torch
 
@@ -176,12 +175,12 @@ def collate_packed(
 
 
 def wants_flat(attention: str) -> bool:
-    """Whether this attention of transformers tells packed rows apart only where a batch is one of them, as
-    FlashAttention does. Any other would then look at all pairs of tokens of the batch."""
+    """Whether this attention implementation of transformers tells packed rows apart only if a batch is a single packed
+    row, like FlashAttention. For any other, a single row would mean computing all pairs of tokens of the batch."""
     return "flash" in attention
 
 
 def tokens_in_packed(position_ids: Any) -> Any:
-    """The tokens of a packed batch that are no padding, a scalar tensor where they lie: every row has a token at
+    """The number of non-padding tokens of a packed batch, a scalar tensor on the same device: every row has a token at
     position 1, padding has none."""
     return position_ids.gt(0).sum() + position_ids.eq(1).sum()

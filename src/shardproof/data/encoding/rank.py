@@ -1,8 +1,8 @@
-"""From a query and texts that may answer it to token ids of pairs, and from those to a padded batch.
+"""From a query and candidate documents to token ids of pairs, and from those to a padded batch.
 
-[Note: what is judged] With a chat template a pair is a conversation of question and answer, as for classifiers. A
-tokenizer without one (BERT's) puts its own marks around and between two texts, and tells them apart by `token_type_ids`
-where its model has such; so the pairs are those of sentence-transformers' CrossEncoder.
+[Note: what is judged] With a chat template, a pair is a conversation of question and answer, as for classifiers. A
+tokenizer without one (BERT's) adds its own special tokens around and between the two texts, and distinguishes them by
+`token_type_ids` if its model has these; so the pairs are the same as in sentence-transformers' CrossEncoder.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shardproof.data.forms.matches import NEGATIVE, POSITIVE
 from shardproof.data.forms.parts import Problem
 from shardproof.data.rows import Row
 
-Pair = tuple[Sequence[int], Sequence[int]]  # both texts, or all of it and nothing
+Pair = tuple[Sequence[int], Sequence[int]]  # both texts, or everything and an empty one
 
 
 def relevances(row: Row) -> list[int]:
-    """Of each text that a row has for its query whether it answers it: 1 of a positive and 0 of a negative."""
+    """The relevance of each document of a row: 1 for a positive, 0 for a negative."""
     return [1] * len(row.extra[POSITIVE]) + [0] * len(row.extra[NEGATIVE])
 
 
@@ -37,7 +37,7 @@ class PairEncoder(MatchEncoder):
         self.typed = "token_type_ids" in tokenizer.model_input_names
 
     def texts(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Any] | str]]:
-        """Of each row its pairs, without the tokenizer's marks; or why it cannot be used."""
+        """The pairs of each row, without the tokenizer's special tokens; or why it cannot be used."""
         for row in rows:
             if names_files(row):
                 yield row, OF_TEXT
@@ -63,8 +63,8 @@ class PairEncoder(MatchEncoder):
             yield Row([*turns, {"role": "assistant", "content": text}], row.source, row.line, {}, "chat")
 
     def marked(self, pair: Any, most: int | None, truncation: Truncation = "right") -> list[int]:
-        """A pair with the tokenizer's marks, cut to `most` tokens: the longer text loses what is too much, and both are
-        halves where both are longer than that, as tokenizers cut pairs ("longest_first")."""
+        """A pair with the tokenizer's special tokens, cut to `most` tokens: the longer text is cut, and if both are
+        longer than half, both are cut to half, as tokenizers truncate pairs ("longest_first")."""
         first, second = self._cut(pair, most, truncation)
         if not pair[1]:
             return first
@@ -73,11 +73,11 @@ class PairEncoder(MatchEncoder):
     def columns(
         self, row: Row, made: Sequence[Any], most: int | None = None, truncation: Truncation = "right"
     ) -> dict[str, Any]:
-        """`labels`, 1 of a positive and 0 of a negative, and `seconds`, where the second text of each pair begins."""
+        """`labels`, 1 for a positive and 0 for a negative, and `seconds`, where the second text of each pair begins."""
         return {"labels": relevances(row), "seconds": [self.second(pair, most, truncation) for pair in made]}
 
     def second(self, pair: Pair, most: int | None, truncation: Truncation = "right") -> int:
-        """Where the second text begins in what `marked` gives."""
+        """Where the second text begins in the result of `marked`."""
         first = len(self._cut(pair, most, truncation)[0])
         return len(self._opening) + first + len(self._dividing) if pair[1] else first
 
@@ -93,7 +93,7 @@ class PairEncoder(MatchEncoder):
 
 
 def _pair_marks(tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
-    """What a tokenizer puts before, between and behind two texts."""
+    """The tokens that a tokenizer adds before, between and after two texts."""
     whole = list(tokenizer("a", "a")["input_ids"])
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     places = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
@@ -117,8 +117,8 @@ def padded(pairs: Sequence[Sequence[int]], seconds: Sequence[int], pad_token_id:
 
 
 def collate_pairs(rows: Sequence[Mapping[str, Any]], pad_token_id: int, typed: bool) -> dict[str, Any]:
-    """One batch: what `padded` gives of the pairs of all rows, and `labels`: `relevant`, fp32 of shape (pairs,), and
-    `counts`, how many pairs each row has."""
+    """One batch: the result of `padded` for the pairs of all rows, and `labels`: `relevant`, fp32 of shape (pairs,),
+    and `counts`, how many pairs each row has."""
     import torch
 
     pairs = [ids for row in rows for ids in texts_of(row)]

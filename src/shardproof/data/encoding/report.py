@@ -1,4 +1,4 @@
-"""What becomes of rows that are encoded: how many are kept, cut or left out, and why none is."""
+"""Reports on encoded rows: how many are kept, cut or left out, and why none is left."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shardproof.errors import ConfigError, DataError
 CUT = "allow rows to be cut with --truncation"
 
 Truncation = Literal["drop", "right", "left", "split", "raise"]
-Labelled = tuple[MutableSequence[Any], ...]  # token ids, labels and, where some weigh more than others, weights
+Labelled = tuple[MutableSequence[Any], ...]  # token ids, labels and, if tokens are weighted, weights
 
 
 @dataclass
 class EncodeReport:
-    """What became of the rows. `kept + dropped + unlearnable == rows`; `truncated` rows are among the kept ones, and so
-    are those that became several: `pieces`."""
+    """Counts of rows. `kept + dropped + unlearnable == rows`; `truncated` rows are among the kept ones, and so are
+    those that were split into several: `pieces`."""
 
     rows: int = 0
     kept: int = 0
@@ -34,10 +34,10 @@ class EncodeReport:
     pieces: int = 0
 
     def take(self, row: Row, labelled: Labelled, max_length: int | None, truncation: Truncation) -> list[Labelled]:
-        """Count a row. Returns what is learnt of it: one part as a rule, several where it is split, or none.
+        """Count a row. Returns the parts of it to train on: usually one, several if it is split, or none.
 
         Raises:
-            DataError: it is too long, and that is an error.
+            DataError: it is too long, and `truncation` is `raise`.
         """
         length = len(labelled[0])
         self.longest = max(self.longest, length)
@@ -64,7 +64,7 @@ class EncodeReport:
         return [labelled]
 
     def _take_pieces(self, labelled: Labelled, size: int) -> list[Labelled]:
-        """A long text, one piece after the other; a last token alone has nothing to be predicted from."""
+        """The pieces of a long text; a single leftover token is dropped, since there is nothing to predict it from."""
         parts = [slice(start, start + size) for start in range(0, len(labelled[0]) - 1, size)]
         pieces: list[Labelled] = [tuple(column[part] for column in labelled) for part in parts]
         self.kept, self.split, self.pieces = self.kept + 1, self.split + 1, self.pieces + len(pieces)
@@ -73,7 +73,7 @@ class EncodeReport:
         return pieces
 
     def plus(self, other: Self) -> Self:
-        """Of these rows and those together."""
+        """The combined report of these rows and those of `other`."""
         shortest = min((one.shortest for one in (self, other) if one.rows), default=0)
         added = ("rows", "kept", "truncated", "split", "pieces", "dropped", "unlearnable", "tokens", "learnt_tokens")
         sums = {name: getattr(self, name) + getattr(other, name) for name in added}
@@ -93,19 +93,19 @@ class EncodeReport:
 
 
 def rows_of(count: int) -> str:
-    """So many rows, in words."""
+    """The number of rows as text."""
     return f"{count} row{'s' * (count != 1)}"
 
 
 def checked_length(max_length: int | None) -> None:
-    """Raise ConfigError for a longest row that can hold nothing."""
+    """Raise ConfigError for a maximum length too small to hold anything."""
     if max_length is not None and max_length < 2:
         raise ConfigError(f"--max-length {max_length} leaves no room for a question and an answer; use at least 2.")
 
 
 def nothing_left(report: EncodeReport, max_length: int | None, bad: Sequence[BadRow] = (), shorter: str = CUT) -> str:
-    """Why no row is left to train on; `bad`: those that were left out beside the counted ones; `shorter`: what makes
-    rows shorter."""
+    """The reason that no row is left to train on; `bad`: rows left out in addition to the counted ones; `shorter`:
+    advice on how to shorten rows."""
     if bad:
         told = describe_bad(bad, report.rows + len(bad), None, "")
         return f"{nothing_left(report, max_length, shorter=shorter)}\n{told}"

@@ -1,10 +1,10 @@
-"""Whether the model sees all that a conversation holds: what a chat template leaves out, it does so without a word.
+"""Checks that the model sees everything in a conversation, since chat templates leave things out silently.
 
-[Note: what is left out] A turn is looked for in what the template makes of the conversation with a mark in the place of
-its text. What a template was once seen to write is not looked for again, so that this costs a text or two for a whole
-file. Thinking, in `reasoning_content` or as <think>...</think> in the content, is looked for in the turns behind the
-last question only: many templates take it out of earlier turns, and mean to; of one that writes it in a last answer
-none is looked for.
+[Note: what is left out] To find a turn, its text is replaced by a mark and the conversation rendered. Once a template
+was seen to write a kind of turn, it is not checked again, so the check renders only a text or two for a whole file.
+Thinking, in `reasoning_content` or as <think>...</think> in the content, is checked only in the turns after the last
+question: many templates remove it from earlier turns on purpose. If a template writes it in a last answer, it is not
+checked at all.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from shardproof.errors import ConfigError
 
 Turn = Mapping[str, Any]
 
-_LOOKED_FOR = (*SYSTEM, "tool")  # of a question or an answer `Template` sees to it
+_LOOKED_FOR = (*SYSTEM, "tool")  # `Template` itself checks questions and answers
 _WITH = "give one that does with --chat-template"
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Whatever Jinja and a chat template raise becomes a Problem. A ValueError, or a ConfigError, is our own."""
+    """Turn any exception of Jinja or a chat template into a Problem. ValueError and ConfigError are raised by our own
+    code."""
     try:
         yield
     except (Problem, ValueError, ConfigError):
@@ -41,21 +42,21 @@ def refusals() -> Iterator[None]:
 
 
 class Seen:
-    """What a chat template writes.
+    """Finds out what a chat template writes.
 
     Args:
-        system: the system message of conversations that have none, as --system says it.
+        system: the system message for conversations that have none, from --system.
     """
 
     def __init__(self, template: Template, system: str | None = None) -> None:
         self._template, self._system = template, system
-        self._written: set[tuple[Any, ...]] = set()  # kinds of turns that were found
-        self._in_last: dict[str, bool] = {}  # fields of thinking: whether it is written in a last answer
+        self._written: set[tuple[Any, ...]] = set()  # kinds of turns that were found in the text
+        self._in_last: dict[str, bool] = {}  # for each field of thinking, whether it is written in a last answer
 
     def in_its_words(self, messages: Sequence[Any]) -> Messages:
-        """The conversation as the template knows it: turns of a developer are the system's where it knows no such,
-        what is said before calls is a turn of its own where they are not written together, and arguments of calls are
-        texts where it joins them to its own."""
+        """The conversation as the template expects it: developer turns become system turns if it does not know the
+        role, text before calls becomes a turn of its own if the two are not written together, and the arguments of
+        calls become strings if it concatenates them."""
         made: Messages = list(messages)
         if any(turn["role"] == "developer" for turn in made) and not self._takes_developers:
             made = [{**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in made]
@@ -67,14 +68,14 @@ class Seen:
         return made
 
     def turns(self, messages: Messages) -> Messages:
-        """The same with a system message, where there is one to give."""
+        """The same with the system message, if there is one to add."""
         return with_system(self.in_its_words(messages), self._system)
 
     def check(self, row: Row, messages: Sequence[Turn]) -> None:
-        """Of a row, as `turns` gives it.
+        """Check the messages that `turns` returned for a row.
 
         Raises:
-            Problem: the template leaves out tools, calls of them, a turn, or its thinking.
+            Problem: the template leaves out tools, tool calls, a turn, or its thinking.
             ConfigError: it leaves out the system message of --system, or refuses any.
         """
         tools = row.extra.get("tools")
@@ -115,14 +116,14 @@ class Seen:
             self._written.add(kind)
         if found is None and i == 0 and self._system == turn["content"]:
             return self.takes_system
-        return found is not False  # of one that it refuses is told why, where the row is made a text
+        return found is not False  # if the template refuses it, the reason is reported when the row is rendered
 
     def _lost_thinking(self, messages: Sequence[Turn], tools: Any) -> tuple[int, str] | None:
-        """The turn whose thinking is left out, unless the template means to, and the field that it is in."""
+        """The turn whose thinking is left out, unless that is intended, and the field that contains it."""
         last_question = max((i for i, turn in enumerate(messages) if turn["role"] == "user"), default=-1)
         for field in (THINKING, "content"):
             thinks = [i for i, turn in enumerate(messages) if _thinks_in(turn, field)]
-            if not thinks or self._thinks(field):  # what it takes out all the same it means to, as behind a call
+            if not thinks or self._thinks(field):  # then it removes thinking on purpose, e.g. after a call
                 continue
             if thinks[-1] < last_question:
                 if field == THINKING and not self._takes_thinking_out:
@@ -134,24 +135,24 @@ class Seen:
         return None
 
     def _finds_thinking(self, messages: Sequence[Turn], i: int, field: str, tools: Any) -> bool:
-        kind = (field, bool(messages[i].get("tool_calls")), bool(tools))  # some write it with calls of tools alone
+        kind = (field, bool(messages[i].get("tool_calls")), bool(tools))  # some write it only with tool calls
         if kind in self._written or self._writes(messages, i, _thinking_marked(messages[i], field), tools) is not False:
             self._written.add(kind)
             return True
         return False
 
     def _thinks(self, field: str) -> bool:
-        """Whether it writes the thinking of a last answer that is in this field."""
+        """Whether it writes the thinking in this field of a last answer."""
         if field not in self._in_last:
             marked = _thinking_marked({**_PAIR[1], THINKING: "x"} if field == THINKING else _THOUGHT, field)
             self._in_last[field] = bool(self._writes([_PAIR[0], marked], 1, marked, None))
         return self._in_last[field]
 
     def _writes(self, messages: Sequence[Turn], i: int, marked: Turn, tools: Any) -> bool | None:
-        """Whether the mark gets into the text from a turn with it; None where the template refuses the conversation."""
+        """Whether the mark in a turn appears in the text; None if the template refuses the conversation."""
         try:
             return MARK in self._template.render([*messages[:i], marked, *messages[i + 1 :]], tools=tools)
-        except Exception:  # whatever Jinja and the template raise
+        except Exception:  # Jinja and the template may raise anything
             return None
 
     @cached_property
@@ -165,19 +166,19 @@ class Seen:
 
     @cached_property
     def _joins_arguments(self) -> bool:
-        """Whether it takes the arguments of a call as a text, and not as an object (DeepSeek's)."""
+        """Whether it takes the arguments of a call as a string rather than an object (like DeepSeek's)."""
         forms = (_calling("", arguments={"x": MARK}), with_texts_as_arguments(_calling("", arguments={"x": MARK})))
         as_object, as_text = (self._writes([_PAIR[0], form, _RESULT], 1, form, None) for form in forms)
         return not as_object and bool(as_text)
 
     @cached_property
     def _writes_before_calls(self) -> bool:
-        """Whether it writes what an answer says before it calls: some leave it out, or write it elsewhere."""
+        """Whether it writes the text of an answer before its calls: some leave it out, or write it elsewhere."""
         turns = [_PAIR[0], _calling(MARK, arguments={}), _RESULT, _PAIR[1]]
         for form in (turns, [with_texts_as_arguments(turn) for turn in turns]):
             try:
                 before, said, behind = self._template.render(form).partition(MARK)
-            except Exception:  # whatever Jinja and the template raise
+            except Exception:  # Jinja and the template may raise anything
                 continue
             return bool(said) and _NAME in behind and _NAME not in before
         return True
@@ -188,7 +189,7 @@ class Seen:
 
     @cached_property
     def _takes_thinking_out(self) -> bool:
-        """Whether it takes out of earlier answers what stands there as thinking."""
+        """Whether it removes thinking from earlier answers."""
         thought = _thinking_marked(_THOUGHT, "content")
         return self._writes([_PAIR[0], thought, *_PAIR], 1, thought, None) is False
 
@@ -206,7 +207,7 @@ def _calling(said: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parted(turn: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a turn says, and what it calls."""
+    """A turn split into its text and its calls."""
     if not (turn.get("tool_calls") and _text(turn["content"])):
         return [turn]
     says = {name: value for name, value in turn.items() if name != "tool_calls"}
@@ -224,7 +225,7 @@ def _thinks_in(turn: Turn, field: str) -> bool:
 
 
 def _thinking_marked(turn: Turn, field: str) -> Turn:
-    """A turn with the mark in the place of its thinking."""
+    """A turn with its thinking replaced by the mark."""
     if field == THINKING:
         return {**turn, field: MARK}
     return {**turn, field: with_texts(turn[field], lambda text: _THINKING.sub(rf"\g<1>{MARK}\g<3>", text))}
@@ -237,5 +238,5 @@ def _text(content: str | Sequence[Turn]) -> str:
 
 
 def _marked(turn: Turn) -> Turn:
-    """A turn with the mark in the place of its text."""
+    """A turn with its text replaced by the mark."""
     return {**turn, "content": with_texts(turn["content"], lambda text: MARK)}
