@@ -17,14 +17,14 @@ from shardproof.data.encoding.template_variables import with_defaults, with_pref
 from shardproof.errors import ConfigError
 from shardproof.models.chatml import CHATML
 
-OURS = "loss", "weight"  # what turns have that is for no template
+OURS = "loss", "weight"  # keys of turns that are not passed to templates
 
 Span = tuple[int, int]  # characters [start, end) of a rendered conversation
 Message = Mapping[str, Any]
 
 BUILT_IN = {"chatml": CHATML}
 
-# Stands for a text while we look where the template puts it. Letters only: nothing escapes or trims it.
+# Stands in for a text to find where the template puts it. Letters only, so that nothing escapes or trims it.
 MARK = "zqShardproofTextzq"
 
 
@@ -35,18 +35,18 @@ def set_template(
     agent: str | None = None,
     prefix: str = "",
 ) -> None:
-    """Give a tokenizer, or a processor and its own, a chat template. None leaves the one that it has.
+    """Set the chat template of a tokenizer, or of a processor and its tokenizer. None keeps the existing one.
 
     Args:
         template: `chatml`, a file with Jinja in it, or the Jinja itself.
-        variables: what the template is to find set where nobody sets it, such as `enable_thinking`; `true`, `false` and
-            numbers are meant as such. They become part of the template, so that they stay with it.
-        agent: the form of tools and calls, see `agents.py`, which becomes a part of it, too.
-        prefix: what it begins answers with.
+        variables: default values for the template's variables, such as `enable_thinking`; `true`, `false` and numbers
+            are taken as such. They become part of the template, so that they stay with it.
+        agent: the format of tools and calls, see `agents.py`, which becomes part of it, too.
+        prefix: the text that it begins answers with.
 
     Raises:
         ConfigError: there is no such file and no built-in template of that name, it fails on a plain conversation, or
-            it asks for no variable of that name.
+            it does not use one of the variables.
     """
     if template is None and not variables and agent is None and not prefix:
         return
@@ -61,7 +61,7 @@ def set_template(
 
 
 def template_text(template: str) -> str:
-    """The Jinja that a name, a file or the text itself stands for; raises ConfigError where there is none."""
+    """The Jinja source given by a name, a file or the text itself; raises ConfigError if there is none."""
     if template in BUILT_IN:
         return BUILT_IN[template]
     if is_template(template):
@@ -80,17 +80,17 @@ def template_text(template: str) -> str:
 
 
 def is_template(text: str) -> bool:
-    """Whether this is Jinja, and not the name of a file."""
+    """Whether this is Jinja rather than a file name."""
     return "{{" in text or "{%" in text
 
 
 def stops(tokenizer: Any, known: int | Sequence[int] | None, turns: bool = True) -> list[int]:
-    """The tokens at which an answer ends: those that a model's generation config knows, what ends a text for the
-    tokenizer, and, with `turns`, what ends an answer in its chat template. Of a base model that has learnt a template
-    these differ."""
+    """The tokens at which an answer ends: those in a model's generation config, the tokenizer's end-of-text token, and,
+    with `turns`, the token that ends an answer in its chat template. For a base model trained with a template, these
+    differ."""
     end = None
     if turns:
-        with contextlib.suppress(ConfigError):  # there is no template, or one that is for nothing like this
+        with contextlib.suppress(ConfigError):  # there is no template, or it does not support plain conversations
             end = Template(tokenizer).turn_end
     found = [*([known] if isinstance(known, int) else known or []), tokenizer.eos_token_id, end]
     return [token for token in dict.fromkeys(found) if token is not None]
@@ -100,14 +100,15 @@ class Template:
     """A tokenizer's chat template as a function from messages to text, and the way back to the answers in it.
 
     [Note: where an answer is] Labels are found in the text, not in the template, so any template will do. An answer
-    begins where the template would hand over to the model: at the end of what it renders for the turns before, opened
-    for an answer. It ends where the text of the turns up to and with it ends. Both are only believed if they are a
-    prefix of the whole text. Some templates change earlier turns once later ones follow (Qwen3 takes their thinking
-    out, gpt-oss ends them otherwise): there the end is the first token that ends a turn, before the next turn's text.
+    begins where the template would hand over to the model: at the end of the text that it renders for the previous
+    turns with a generation prompt. It ends where the text of the turns up to and including it ends. Both are only
+    trusted if they are a prefix of the full text. Some templates change earlier turns once later ones follow (Qwen3
+    removes their thinking, gpt-oss ends them differently): there the end is the first token that ends a turn, before
+    the next turn's text.
 
     Args:
-        tokenizer: of transformers, with a chat template.
-        day: what it writes where it asks for the date; None: when it is rendered.
+        tokenizer: a transformers tokenizer with a chat template.
+        day: the date for templates that write it; None: the time of rendering.
 
     Raises:
         ConfigError: the tokenizer has no chat template, or it fails on one question and answer.
@@ -117,7 +118,7 @@ class Template:
         template = getattr(tokenizer, "chat_template", None)
         if not template:
             name = getattr(tokenizer, "name_or_path", "") or "the model"
-            own = str(getattr(tokenizer, "vocab_file", "")).endswith("tekken.json")  # Mistral's form, which has none
+            own = str(getattr(tokenizer, "vocab_file", "")).endswith("tekken.json")  # Mistral's format, without one
             raise ConfigError(
                 f"The tokenizer of {name} has no chat template, which rows of messages need.\n"
                 + ("Install mistral-common, which provides the template of Mistral's models.\n" if own else "")
@@ -129,24 +130,25 @@ class Template:
         self._dated = {"chat_template": dated} if dated != template else {}
         self._in_parts, self._goes_on = False, goes_on(template)
         marks = isinstance(template, str) and bool(re.search(r"\{%-?\s*generation\s*-?%\}", template))
-        self.has_markers = marks and not self._goes_on  # they would be around the results in an answer, too
+        self.has_markers = marks and not self._goes_on  # the marks would include the results within an answer
         self._probe()
 
     def _probe(self) -> None:
-        """See that one question and answer come out, as text or (templates of some vision models) as parts."""
+        """Check that a question and an answer are rendered, given as text or (for templates of some vision models) as
+        parts."""
         errors = []
         for self._in_parts in (False, True):
             try:
                 if self.render(_PAIR).count(MARK) == 2:
                     return
                 errors.append("it leaves out the text of a message")
-            except Exception as error:  # whatever Jinja and the template raise
+            except Exception as error:  # Jinja and the template may raise anything
                 errors.append(" ".join(str(error).split()))
         raise ConfigError(f"The chat template fails on a question and its answer: {str(errors[0]).rstrip('.')}.")
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False, **extra: Any) -> str:
-        """The text of a conversation; `prompt` adds what opens the next answer, or, where it goes on behind a result,
-        nothing."""
+        """The text of a conversation; `prompt` adds the opening of the next answer, unless the answer continues after a
+        result."""
         if prompt and self._goes_on and messages[-1]["role"] == "tool":
             return self._before_text([*messages, _PAIR[1]], len(messages), extra)
         return self._tokenizer.apply_chat_template(
@@ -161,15 +163,15 @@ class Template:
         return [{**message, "content": self._content(message["content"])} for message in bare]
 
     def _content(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-        """What templates take: a text, or parts. Of a file they want to know the kind, and that there is one."""
+        """Content as templates expect it: a text, or parts. For a file, they only need its kind."""
         if isinstance(content, list):
             return [part if part["type"] == "text" else {"type": part["type"], part["type"]: ""} for part in content]
         return [{"type": "text", "text": content}] if self._in_parts else content
 
     def leaves_out(self, messages: Sequence[Message], tools: Any) -> str | None:
-        """What of a conversation the model would not see, in words: calls of tools, or the tools. None: nothing.
+        """The part of a conversation that the model would not see, as text: tool calls, or the tools. None: nothing.
 
-        A template that knows no tools writes a call as an empty answer, which would be learnt as one.
+        A template without support for tools writes a call as an empty answer, which would be learned as such.
         """
         bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
         calls = any(message.get("tool_calls") for message in messages)
@@ -181,10 +183,10 @@ class Template:
         return "tools" if tools and self._renders(text, messages, None) else None
 
     def _renders(self, text: str, messages: Sequence[Message], tools: Any) -> bool:
-        """Whether this conversation gives that text, too."""
+        """Whether this conversation is rendered as that text, too."""
         try:
             return self.render(messages, tools=tools) == text
-        except Exception:  # a template may refuse it: then it is another conversation
+        except Exception:  # if the template refuses it, it counts as different
             return False
 
     def knows(self, kind: str, token: str) -> bool:
@@ -192,30 +194,30 @@ class Template:
         content = [{"type": kind}, {"type": "text", "text": MARK}]
         try:
             return token in self.render([{"role": "user", "content": content}])
-        except Exception:  # whatever Jinja and the template raise
+        except Exception:  # Jinja and the template may raise anything
             return False
 
     def marks(self, kinds: Sequence[str]) -> list[str] | None:
-        """What the template writes where files of these kinds stand, one after the other, in a question; None where it
-        puts them elsewhere, or takes none."""
+        """The text that the template writes for files of these kinds, in order, in a question; None if it moves them or
+        does not support them."""
         text = {"type": "text", "text": MARK}
         content = [text, *(part for kind in kinds for part in ({"type": kind}, text))]
         try:
             pieces = self.render([{"role": "user", "content": content}]).split(MARK)
-        except Exception:  # whatever Jinja and the template raise
+        except Exception:  # Jinja and the template may raise anything
             return None
         return pieces[1:-1] if len(pieces) == len(kinds) + 2 else None
 
     def render_answers(self, messages: Sequence[Message], **extra: Any) -> tuple[str, list[Span]]:
-        """The text of a conversation, and where in it the answers to be learnt stand, with the tokens that end them.
+        """The text of a conversation, and the spans of its learned answers, including the tokens that end them.
 
-        A template's own marks (`{% generation %}`) are believed, except for conversations with turns that are not to
-        be learnt, which marks cannot say. What ends an answer is learnt where they leave it out, too (LLaVA-OneVision).
-        A conversation that ends with an answer but not with a token that ends it is closed with the tokenizer's
-        end-of-text token: otherwise no model learns to stop.
+        A template's own marks (`{% generation %}`) are trusted, except for conversations with turns that are not
+        learned, which marks cannot express. The end of an answer is learned even if the marks leave it out
+        (LLaVA-OneVision). If a conversation ends with an answer but without a token that ends it, the tokenizer's
+        end-of-text token is appended: otherwise no model would learn to stop.
 
         Raises:
-            ValueError: the answer of a turn cannot be found in the text; the message says of which.
+            ValueError: the answer of a turn cannot be found in the text; the message says which.
         """
         marked = self.has_markers and all(
             m.get("loss", True) and "weight" not in m for m in messages if m["role"] == "assistant"
@@ -252,7 +254,7 @@ class Template:
         return texts[0], [(start, self._with_end(texts[0], end)) for start, end in spans[0]]
 
     def _with_end(self, text: str, at: int) -> int:
-        """`at`, where a marked answer ends, or the end of what ends it, if that follows."""
+        """`at`, the end of a marked answer, or the end of the tokens that close it, if these follow."""
         if not text[at:].strip():
             return max(at, self._trimmed(text))
         return at + max((len(end) for end in self._turn_ends if text.startswith(end, at)), default=0)
@@ -285,16 +287,16 @@ class Template:
             opened = ""
         if opened and text.startswith(opened):
             return len(opened)
-        # The opening may put more into the model's mouth (`<think>`) than this answer begins with: up to there.
+        # The opening may contain more (`<think>`) than this answer begins with: use the common part.
         before = self._before_text(messages, i, extra)
-        within = self._goes_on and messages[i - 1]["role"] == "tool"  # then nothing is opened
+        within = self._goes_on and messages[i - 1]["role"] == "tool"  # then there is no opening
         start = _common((not within and _common(opened, before)) or before, text)
         if start and len(start) >= len(_common(self._before_turn(messages, i, extra), text)):
             return self._whole_token(text, len(start))
         raise ValueError(f"cannot tell where the answer in messages[{i}] begins in the output of the chat template")
 
     def _content_end(self, message: Message, i: int, text: str, start: int) -> int:
-        """The end of what is surely the answer. Templates may take out thinking, but not what was said."""
+        """The end of the text that must be part of the answer. Templates may remove thinking, but not other text."""
         content = message["content"].strip()
         for part in (content, content.rpartition("</think>")[2].strip()):
             at = text.find(part, start)
@@ -303,7 +305,7 @@ class Template:
         raise ValueError(f"the chat template leaves out the text of messages[{i}]")
 
     def _before_text(self, messages: Sequence[Message], i: int, extra: Mapping[str, Any]) -> str:
-        """What stands before the content of a message."""
+        """The text before the content of a message."""
         stand_in = [*messages[:i], {**messages[i], "content": MARK}, *messages[i + 1 :]]
         before, found, _ = self.render(stand_in, **extra).partition(MARK)
         return before if found else ""
@@ -315,12 +317,12 @@ class Template:
             return ""
 
     def _trimmed(self, text: str) -> int:
-        """The end of the text without the white space behind the token that ends a turn."""
+        """The end of the text, ignoring white space after the token that ends a turn."""
         stripped = text.rstrip()
         return len(stripped) if self._ends_special(stripped) else len(text)
 
     def _next_token(self, text: str, at: int) -> int:
-        """The end of the special token that stands at `at`: some models end a turn by opening the next (GLM)."""
+        """The end of the special token at `at`: some models end a turn by opening the next (GLM)."""
         rest = text[at:].lstrip()
         token = max((t for t in self._special_tokens if rest.startswith(t)), key=len, default="")
         return len(text) - len(rest) + len(token) if token else at
@@ -329,7 +331,7 @@ class Template:
         return text.endswith(self._special_tokens)
 
     def _whole_token(self, text: str, at: int) -> int:
-        """`at`, or the beginning of the special token that `at` would cut in two."""
+        """`at`, or the beginning of the special token that `at` would split."""
         for token in self._special_tokens:
             for begin in range(max(0, at - len(token) + 1), at):
                 if text.startswith(token, begin):
@@ -343,8 +345,8 @@ class Template:
 
     @property
     def turn_end(self) -> int | None:
-        """The token that an answer ends with, if the template writes one: behind the last answer of a conversation, or
-        (GLM) what opens the next question."""
+        """The token that ends an answer, if the template writes one: after the last answer of a conversation, or (GLM)
+        the token that opens the next question."""
         last, followed = self._tails
         token = self._last_of_first(last)
         if not token and (token := self._last_of_first(followed)):
@@ -352,7 +354,7 @@ class Template:
         return int(self._tokenizer.convert_tokens_to_ids(token)) if token else None
 
     def _last_of_first(self, tail: str) -> str:
-        """The first special token in a text, or the last of those that stand side by side there."""
+        """The first special token in a text, or the last one of an adjacent sequence there."""
         found = [(tail.find(token), -len(token), token) for token in self._special_tokens if token in tail]
         if not found:
             return ""
@@ -362,22 +364,23 @@ class Template:
         return token
 
     def said(self, text: str, start: int, end: int) -> int:
-        """Where in an answer, which stands at [start, end) of a text, that begins with which the turn ends."""
+        """Where, in an answer at [start, end) of a text, the ending of the turn begins."""
         ends = (*self._turn_ends, *self._tokenizer.all_special_tokens)
         return end - max((len(one) for one in ends if one and text.endswith(one, start, end)), default=0)
 
     @cached_property
     def _tails(self) -> tuple[str, str]:
-        """What stands behind the last answer of a conversation, and behind one that a question follows."""
+        """The text after the last answer of a conversation, and after one that is followed by a question."""
         last = self.render(_PAIR).rpartition(MARK)[2]
         try:
             return last, self.render([*_PAIR, *_PAIR]).split(MARK)[2]
-        except Exception:  # a template for a single turn
+        except Exception:  # the template supports a single turn only
             return last, ""
 
     @cached_property
     def _turn_ends(self) -> tuple[str, ...]:
-        """What ends an answer, up to its first special token: of the last turn, and of one that a question follows."""
+        """The text that ends an answer, up to its first special token: in the last turn, and in one followed by a
+        question."""
         ends = []
         for tail in self._tails:
             found = [at + len(token) for token in self._special_tokens if (at := tail.find(token)) >= 0]
@@ -389,6 +392,6 @@ _PAIR = ({"role": "user", "content": MARK}, {"role": "assistant", "content": MAR
 
 
 def _common(a: str, b: str) -> str:
-    """The longest common beginning."""
+    """The longest common prefix."""
     n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[:n]

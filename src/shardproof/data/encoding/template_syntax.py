@@ -1,4 +1,4 @@
-"""Whether a chat template that is given is Jinja, before there is a tokenizer to render it."""
+"""Checks that a given chat template is valid Jinja, before there is a tokenizer to render it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from shardproof.errors import ConfigError
 
 
 def check_template(template: str) -> None:
-    """Raise ConfigError for what is no template: a file that cannot be read, or Jinja that cannot be parsed, with its
-    line. What it makes of a conversation is found out by `set_template`."""
+    """Raise ConfigError for an invalid template: a file that cannot be read, or Jinja that cannot be parsed, with the
+    line. `set_template` checks how it renders a conversation."""
     text = template_text(template)
     if template in BUILT_IN:
         return
     from jinja2 import TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    # As transformers has it; of its own mark the text alone counts here, in the same lines.
+    # The settings of transformers; its own tags are removed, keeping their content and the line numbers.
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_CONTROLS])
     try:
         environment.compile(re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", _same_lines, text))

@@ -1,4 +1,4 @@
-"""What a chat template finds set where nobody sets it: `--template-variables`."""
+"""Default values for the variables of a chat template: `--template-variables`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "bos_token"
 
 
 def with_defaults(template: Any, variables: Mapping[str, str]) -> str:
-    """A template with such values. Raises ConfigError if it has no variable of that name, or is not a template."""
+    """A template with these defaults. Raises ConfigError if it does not use one of the variables, or is not a
+    template."""
     if not isinstance(template, str):
         raise ConfigError("--template-variables: the tokenizer has no chat template, or several. Add --chat-template.")
     asked, lines = _asked_for(template), []
@@ -27,7 +28,7 @@ def with_defaults(template: Any, variables: Mapping[str, str]) -> str:
 
 
 def with_prefix(template: Any, prefix: str) -> str:
-    """A template that begins answers with a text, where it opens one. Raises ConfigError for one that is none."""
+    """A template whose generation prompt ends with a text. Raises ConfigError if it is not a template."""
     if not isinstance(template, str):
         raise ConfigError("--response-prefix: the tokenizer has no chat template, or several. Add --chat-template.")
     text = json.dumps(prefix, ensure_ascii=False)
@@ -40,10 +41,10 @@ def _asked_for(template: str) -> set[str]:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-    text = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # transformers' own
+    text = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # a tag of transformers
     try:
         found = meta.find_undeclared_variables(environment.parse(text))
-    except TemplateSyntaxError:  # told with its line where it is used
+    except TemplateSyntaxError:  # reported with its line when the template is used
         return set(re.findall(r"\w+", template))
-    # What an earlier default has set is asked for all the same.
+    # Variables set by an earlier default count, too.
     return found | set(re.findall(r"if (\w+) is not defined %\}", template))

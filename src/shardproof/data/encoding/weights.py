@@ -1,10 +1,10 @@
-"""Weights of parts of answers: which of its tokens count how much in the loss, by what stands in its text.
+"""Weights for parts of answers: how much each token counts in the loss, depending on the text.
 
 [Note: how an answer is weighed] Two kinds of patterns divide a text. A key is a plain text with two weights: its own,
-and that of all behind it up to the next key. A regular expression has one, for what it matches. All else weighs 1.
-Several sets of them are taken one after the other, each within the parts that the one before has made, and their
-weights are multiplied. What ends a turn weighs 1, and a part that weighs 0 is not learnt. A token is of the part in
-which its first letter stands. So it is in ms-swift, which divides a text before it makes tokens of it.
+and that of everything after it up to the next key. A regular expression has one, for what it matches. Everything else
+has weight 1. Several sets are applied one after the other, each within the parts made by the previous one, and their
+weights are multiplied. The end of a turn has weight 1, and a part with weight 0 is not learned. A token belongs to the
+part that contains its first character. This matches ms-swift, which divides a text before tokenising it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from shardproof.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     import torch
 
-WEIGHTS = "token_weights"  # of tokens, the name of a column beside their labels
+WEIGHTS = "token_weights"  # the column with the weights of tokens
 OPTION = "--token-weights"
-Part = tuple[int, int, float]  # characters [start, end) of a text, and what they weigh
+Part = tuple[int, int, float]  # characters [start, end) of a text, and their weight
 
 _STEPS = {"Action:": [2, 2], "Action Input:": [2, 2], "Thought:": [1, 1], "Final Answer:": [1, 1]}
 _OBSERVED = {"Observation:": [2, 0]}
 _CALLS = ("Name:", "Action:", "ACTION:", "Tool:", "Command", "Arguments:", "action input", "ACTION_INPUT:")
 
-# Those of ms-swift, under its names.
+# The sets of ms-swift, under its names.
 BUILT_IN: dict[str, Any] = {
     "react": _STEPS | _OBSERVED,
     "alpha_umi": _STEPS | _OBSERVED | {"Next:": [2, 2]},
@@ -61,7 +61,7 @@ class Weights:
 
     Attributes:
         patterns: regular expressions with one weight each, or keys with two each.
-        questions: texts, and what a whole answer weighs behind a question with one of them in it.
+        questions: texts, each with the weight of the full answer to a question that contains it.
     """
 
     patterns: Mapping[str, Sequence[float]]
@@ -73,7 +73,7 @@ class Weights:
         return [(re.compile(text, re.DOTALL), weights) for text, weights in each]
 
     def _found(self, text: str) -> Iterator[tuple[re.Match[str], Sequence[float]]]:
-        """What the patterns match, one after the other: of those that begin at one place, the first pattern's."""
+        """The matches of the patterns, in order; if several begin at one place, that of the first pattern."""
         ahead = [(first, one, w) for one, w in self._expressions if (first := _first(one, text, 0))]
         while ahead:
             found, _, weights = min(ahead, key=lambda each: each[0].start())
@@ -83,7 +83,7 @@ class Weights:
             ahead = [(next_, one, w) for next_, one, w in others if next_]
 
     def parts(self, text: str, question: str) -> Iterator[Part]:
-        """The parts of an answer, one after the other, without gaps."""
+        """The parts of an answer, in order and without gaps."""
         whole = next((weight for words, weight in self.questions.items() if words in question), None)
         if whole is not None:
             yield 0, len(text), whole
@@ -97,21 +97,21 @@ class Weights:
 
 
 def _first(expression: re.Pattern[str], text: str, at: int) -> re.Match[str] | None:
-    """What it matches first in a text from there on, where that is something."""
+    """Its first non-empty match in a text from `at` on."""
     return next((found for found in expression.finditer(text, at) if found.group()), None)
 
 
 def weights_named(names: Sequence[str]) -> list[Weights]:
-    """The sets of these names: built in, or JSON files.
+    """The sets with these names: built-in ones, or JSON files.
 
     Raises:
-        ConfigError: there is none of a name, or a file does not say what weighs how much.
+        ConfigError: there is none with one of these names, or a file does not define weights.
     """
     return [_weights(_read(name), name) for name in names]
 
 
 def contents(names: Sequence[str]) -> list[str]:
-    """The names, those of files with what tells their contents from others."""
+    """The names; those of files with a checksum of their contents."""
     sums = {name: zlib.crc32(json.dumps(_read(name)).encode()) for name in names if name not in BUILT_IN}
     return [f"{Path(name).name}:{sums[name]:08x}" if name in sums else name for name in names]
 
@@ -165,7 +165,7 @@ def _is_weight(value: Any) -> bool:
 
 
 def weighed(sets: Sequence[Weights], text: str, question: str) -> list[Part]:
-    """The parts of an answer by all these sets, see [Note: how an answer is weighed]; none is empty."""
+    """The parts of an answer according to all these sets, see [Note: how an answer is weighed]; none is empty."""
     parts: list[Part] = [(0, len(text), 1.0)]
     for one in sets:
         parts = [
@@ -177,13 +177,13 @@ def weighed(sets: Sequence[Weights], text: str, question: str) -> list[Part]:
 
 
 def parts_of_text(sets: Sequence[Weights], text: str, said: Span, question: str) -> list[Part]:
-    """The parts of an answer that is `said` at these places of a text."""
+    """The parts of an answer at the places `said` of a text."""
     return [(said[0] + a, said[0] + b, weight) for a, b, weight in weighed(sets, text[slice(*said)], question)]
 
 
 def laid_over(spans: Sequence[Span], parts: Sequence[Part]) -> list[Part]:
-    """The same places with the weights of these parts of them, in the order of the text; what is in none weighs 1, and
-    what weighs 0 is not learnt."""
+    """The spans with the weights of these parts of them, in the order of the text; text outside all parts has weight 1,
+    and text with weight 0 is not learned."""
     found: list[Part] = []
     for start, end in spans:
         at = start
@@ -197,8 +197,8 @@ def laid_over(spans: Sequence[Span], parts: Sequence[Part]) -> list[Part]:
 
 
 def batch_of_weights(rows: Sequence[Mapping[str, Any]], labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The weights of tokens beside their `labels`, float32 of the same shape (rows, length), under their name; nothing
-    where no row has any."""
+    """The weights of tokens, float32 of the same shape as `labels` (rows, length), under the column's name; nothing if
+    no row has any."""
     import torch
 
     if not any(WEIGHTS in row for row in rows):

@@ -1,1 +1,1 @@
-"""What a record may look like, and the one form that all of them become."""
+"""The forms a record may have, and the single form that all are normalised to."""

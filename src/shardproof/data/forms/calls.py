@@ -1,5 +1,5 @@
-"""Tools and calls of them, as people write them, and the one form in which chat templates want them: objects, with a
-function's name and what else it has under `function`."""
+"""Tools and tool calls, as people write them, and the form that chat templates expect: objects with a function's name
+and its other fields under `function`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shardproof.data.forms.written import read_out
 
 
 def called(content: Any, at: str) -> list[dict[str, Any]]:
-    """The calls of tools as ms-swift and LLaMA-Factory write them, a JSON object with `name` and `arguments` or a list
-    of such."""
+    """Tool calls as ms-swift and LLaMA-Factory write them, a JSON object with `name` and `arguments` or a list of
+    these."""
     try:
         found = json.loads(content) if isinstance(content, str) else content
         calls = [(call["name"], call["arguments"]) for call in (found if isinstance(found, list) else [found])]
@@ -25,8 +25,8 @@ def called(content: Any, at: str) -> list[dict[str, Any]]:
 
 
 def turns_of_blocks(turn: Any) -> list[Any]:
-    """A turn as Anthropic writes it, whose content holds calls of tools (`tool_use`) or what these said
-    (`tool_result`), as turns of ours; any other turn as it is."""
+    """A turn in Anthropic's format, whose content has tool calls (`tool_use`) or their results (`tool_result`),
+    converted to our turns; any other turn unchanged."""
     content = turn.get("content") if isinstance(turn, dict) else None
     blocks = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     calls = [block for block in blocks if block.get("type") == "tool_use"]
@@ -56,8 +56,8 @@ def _of_block(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_objects(calls: Any, at: str) -> list[dict[str, Any]]:
-    """The `tool_calls` of the turn that is at `at`, in which arguments are objects: OpenAI writes them as JSON in a
-    text, which most templates would write as JSON once more."""
+    """The `tool_calls` of the turn at `at`, with arguments as objects: OpenAI writes them as JSON strings, which most
+    templates would encode as JSON again."""
     calls = read_out(calls)
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise Problem(f"'tool_calls' of {at} must be a list of objects")
@@ -75,7 +75,7 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_texts_as_arguments(turn: dict[str, Any]) -> dict[str, Any]:
-    """A turn for a template that joins arguments to a text by itself."""
+    """A turn with its arguments as JSON strings, for a template that concatenates them."""
     return {**turn, "tool_calls": [_with_text(call) for call in turn["tool_calls"]]} if "tool_calls" in turn else turn
 
 
@@ -88,7 +88,7 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def functions(tools: list[Any]) -> list[Any]:
-    """The tools of a row: each an object, also where it is written as JSON in a text or without its `function`."""
+    """The tools of a row as objects, even if they are written as JSON strings or without `function`."""
     return [_function(tool, i) for i, tool in enumerate(tools)]
 
 
@@ -98,6 +98,6 @@ def _function(tool: Any, index: int) -> Any:
         raise Problem(f"tools[{index}] is not a JSON object that describes a function")
     if "function" in tool or "name" not in tool or tool.get("type", "function") != "function":
         return tool
-    # Anthropic calls the schema of what a function takes otherwise.
+    # Anthropic has another name for the schema of a function's parameters.
     named = {"parameters" if name == "input_schema" else name: value for name, value in tool.items() if name != "type"}
     return {"type": "function", "function": named}

@@ -1,4 +1,4 @@
-"""One field of a record: a text or a list, or in words what else it is."""
+"""One field of a record: a text or a list, or a description of what else it is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def text_field(
 
 
 def list_field(record: Mapping[str, Any], field: str, *, may_be_empty: bool = False) -> list[Any]:
-    """A list, or a list written as JSON or in Python's words in a text field (CSV has nothing else)."""
+    """A list, or a list written as JSON or a Python literal in a text field (CSV has only text)."""
     value = record.get(field)
     if value is None:
         raise Problem(f"field '{field}' {'is null' if field in record else 'is missing'} ({shown_fields(record)})")
@@ -38,7 +38,7 @@ def list_field(record: Mapping[str, Any], field: str, *, may_be_empty: bool = Fa
 
 
 def kind_of(value: Any) -> str:
-    """The type of a value in the words of JSON, with a glimpse of what it is."""
+    """The type of a value in JSON terms, with a short excerpt of the value."""
     names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
     for kind, name in names.items():
         if isinstance(value, kind):

@@ -1,7 +1,7 @@
-"""What a record may look like, and the one form that all of them become.
+"""The formats a record may have, and the single form that all are normalised to.
 
-Pure functions over plain dicts. `normalise` either returns messages or raises `Problem`, whose text says what is
-wrong with this record in terms of the fields the user wrote.
+Pure functions over plain dicts. `normalise` either returns messages or raises `Problem`, whose message says what is
+wrong with this record in terms of the user's own fields.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ EXPECTED = (
 
 TURNS = ("messages", "conversations", "conversation")  # fields that hold a conversation
 
-ANSWERS = ("response", "completion", "output")  # where an answer stands, if not at the end of turns
+ANSWERS = ("response", "completion", "output")  # fields for an answer outside the turns
 
-SYSTEMS = ("system", "system_prompt")  # where a system message stands, beside what is said
+SYSTEMS = ("system", "system_prompt")  # fields for a system message outside the turns
 
-# What a record is looked at for.
+# Fields by which the format of a record is recognised.
 FIELDS = (
     *(*TURNS, "prompt", "completion", "query", "response", "history"),
     *("instruction", "input", "output", *SYSTEMS, "tools"),
@@ -47,21 +47,21 @@ FIELDS = (
 
 _PAIRS = {"prompt": "completion", "query": "response", "instruction": "output"}
 
-# Roles of ShareGPT's `conversations`, and the keys of a question and its answer that are one turn there.
+# Roles in ShareGPT's `conversations`, and the keys of a question and an answer in a single turn there.
 _SHAREGPT = {"human": "user", "gpt": "assistant", "bot": "assistant", "function_call": "tool_call"}
 _SHAREGPT |= dict.fromkeys(("observation", "observations", "function_response"), "tool")
-_WEIGHTS = ("weight", "loss_scale")  # what OpenAI and ms-swift call whether a turn is learnt
+_WEIGHTS = ("weight", "loss_scale")  # what OpenAI and ms-swift call the setting whether a turn is learned
 _ASKS, _ANSWERS = ("human", "user"), ("assistant", "gpt", "bot")
 
 
 def normalise(record: Any, columns: Mapping[str, str] | None = None, weighs: bool = False) -> Normal:
-    """Messages, what the template needs besides them, and whether the row is a chat or plain text.
+    """Messages, other arguments for the template, and whether the row is a chat or plain text.
 
-    `columns` says for fields under which other name they stand in the record; a format it names goes before others.
-    `weighs`: a turn may have another weight than 0 and 1.
+    `columns` maps fields to their names in the record; a format whose fields it names takes precedence. `weighs`: a
+    turn may have a weight other than 0 and 1.
 
     Raises:
-        Problem: the record is in none of the forms, or a field of it is missing, empty or of the wrong type.
+        Problem: the record has none of the formats, or a field is missing, empty or of the wrong type.
     """
     record = opened(record, columns)
     for key, build in sorted(_FORMATS.items(), key=lambda form: form[0] not in (columns or ())):
@@ -76,7 +76,7 @@ def normalise(record: Any, columns: Mapping[str, str] | None = None, weighs: boo
 
 
 def opened(record: Any, columns: Mapping[str, str] | None) -> dict[str, Any]:
-    """The fields of a record under our names; raises Problem where there are none."""
+    """The fields of a record under our names; raises Problem if there are none."""
     if not isinstance(record, dict):
         raise Problem(f"the row is {kind_of(record)}, not an object with fields")
     if columns:
@@ -94,7 +94,7 @@ def renamed(record: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any
 
 
 def _check_given(record: Mapping[str, Any], columns: Mapping[str, str]) -> None:
-    """Raise Problem where `columns` names Alpaca's instruction as something else, and drops what it is given."""
+    """Raise Problem if `columns` maps another field to Alpaca's instruction, so that its `input` would be dropped."""
     field = next((field for field, column in columns.items() if column == "instruction" != field), None)
     given = record.get("input")
     if field is not None and isinstance(given, str) and given.strip() and "input" not in columns.values():
@@ -105,7 +105,7 @@ def _check_given(record: Mapping[str, Any], columns: Mapping[str, str]) -> None:
 
 
 def _elsewhere(record: Mapping[str, Any], key: str) -> bool:
-    """Whether another format's key is filled: a table may have columns for several formats, empty in most rows."""
+    """Whether another format's key has a value: a table may have columns for several formats, empty in most rows."""
     return any(record.get(other) is not None for other in _FORMATS if other != key)
 
 
@@ -118,11 +118,11 @@ def _no_format(record: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """What rows of one kind of training look like.
+    """The form of rows for one kind of training.
 
     Attributes:
         normalise: from a record and the names of its columns to messages, what goes with them, and chat or text.
-        expected: in one sentence, what a record must hold.
+        expected: one sentence on what a record must contain.
     """
 
     normalise: Callable[[Any, Mapping[str, str] | None], Normal]
@@ -133,7 +133,7 @@ SUPERVISED = Form(normalise, EXPECTED)
 
 
 def raw_or_supervised(record: Any, columns: Mapping[str, str] | None = None, weighs: bool = False) -> Normal:
-    """As `normalise`, and a record of a `text` alone: all of it is the answer to nothing, and so is learnt."""
+    """Like `normalise`, but also takes a record with only a `text`: an answer without a question, all of it learned."""
     found = opened(record, columns)
     if found.get("text") is None or any(found.get(key) is not None for key in (*_FORMATS, *ANSWERS)):
         try:
@@ -163,8 +163,8 @@ def _from_turns(record: Mapping[str, Any], weighs: bool, field: str) -> Normal:
 
 
 def turns_of(record: Mapping[str, Any], field: str, weighs: bool = False) -> Messages:
-    """A list of turns, also in the words of ShareGPT (`from` and `value`; `function_call`, `observation`), of ms-swift
-    (`tool_call`, `tool_response`; `human` and `assistant` in one) and of Anthropic (`tool_use`, `tool_result`)."""
+    """A list of turns, also in the terms of ShareGPT (`from` and `value`; `function_call`, `observation`), ms-swift
+    (`tool_call`, `tool_response`; `human` and `assistant` in one turn) and Anthropic (`tool_use`, `tool_result`)."""
     messages: Messages = []
     listed = enumerate(list_field(record, field))
     for i, turn in ((i, part) for i, blocks in listed for part in turns_of_blocks(blocks)):
@@ -188,14 +188,13 @@ def turns_of(record: Mapping[str, Any], field: str, weighs: bool = False) -> Mes
 
 
 def _goes_on(messages: Messages, calls: Mapping[str, Any]) -> bool:
-    """Whether a turn of calls goes on with an answer before it (what was thought, other calls), so that both are
-    one."""
+    """Whether a turn with calls continues the answer before it (thinking, other calls), so that the two are merged."""
     before = messages[-1] if messages else {}
     return before.get("role") == "assistant" and all(before.get(name) == calls.get(name) for name in ("loss", "weight"))
 
 
 def _question_and_answer(pair: Mapping[str, Any], asks: str, index: int, field: str, weighs: bool) -> Messages:
-    """Two turns in one, as ms-swift's ShareGPT has them."""
+    """Two turns written as one, as in ms-swift's ShareGPT format."""
     answers = next((name for name in _ANSWERS if pair.get(name) is not None), None)
     if answers is None:
         raise Problem(f"{field}[{index}] has no 'assistant' beside '{asks}' ({shown_fields(pair)})")
@@ -204,7 +203,7 @@ def _question_and_answer(pair: Mapping[str, Any], asks: str, index: int, field: 
 
 
 def _beside_text(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """What a turn in other words than ours says of itself that is known here."""
+    """The known fields of a turn in another format, besides its text."""
     return {name: turn[name] for name in ("loss", *_WEIGHTS, "tool_calls", THINKING) if name in turn}
 
 
@@ -212,7 +211,7 @@ def _from_prompt(record: Mapping[str, Any], weighs: bool) -> Normal:
     prompt, completion = record["prompt"], record.get("completion")
     if are_turns(prompt) or are_turns(completion):
         turns = turns_of(record, "prompt")
-        # The prompt is context even where it holds earlier answers.
+        # The prompt is context even if it contains earlier answers.
         messages = [{**m, "loss": False} if m["role"] == "assistant" else m for m in turns]
         messages += turns_of(record, "completion", weighs)
         return _finish(record, messages)
@@ -241,7 +240,7 @@ def _from_instruction(record: Mapping[str, Any], weighs: bool) -> Normal:
 
 
 def instruction_of(record: Mapping[str, Any]) -> str:
-    """What Alpaca asks: an instruction, what it is given, or both."""
+    """The question of an Alpaca record: its instruction, its input, or both."""
     given = "" if record.get("input") is None else text_field(record, "input", may_be_empty=True)
     if given.strip() and record.get("instruction") in (None, ""):
         return given
@@ -250,8 +249,8 @@ def instruction_of(record: Mapping[str, Any]) -> str:
 
 
 def check_plain(record: Mapping[str, Any], names: str, but: str = "") -> None:
-    """Raise Problem for what only a chat template could show, beside a text that goes through none; `names`: of the
-    fields that would be a conversation."""
+    """Raise Problem for fields that only a chat template could show, next to a text without a template; `names`: the
+    fields that would make it a conversation."""
     for field in (*SYSTEMS, "history", "tools"):
         if field != but and record.get(field) not in (None, "", [], "[]"):
             raise Problem(
@@ -284,14 +283,14 @@ def history_of(record: Mapping[str, Any]) -> Messages:
 
 
 def with_system(messages: Messages, text: str | None) -> Messages:
-    """A conversation behind a system message, unless it has one, or there is none to give."""
+    """A conversation with a system message in front, unless it already has one, or there is none to add."""
     if not text or messages[0]["role"] in SYSTEM:
         return messages
     return [{"role": "system", "content": text}, *messages]
 
 
 def with_own_system(record: Mapping[str, Any], messages: Messages) -> Messages:
-    """The same with the system message that stands beside the conversation in its row."""
+    """The conversation with the system message from a separate field of its row."""
     field = next((name for name in SYSTEMS if record.get(name) not in (None, "")), None)
     if field is None or messages[0]["role"] in SYSTEM:
         return messages
@@ -299,7 +298,7 @@ def with_own_system(record: Mapping[str, Any], messages: Messages) -> Messages:
 
 
 def _finish(record: Mapping[str, Any], messages: Messages) -> Normal:
-    """Add the row's own system message, find its tools, and see that there is something to learn."""
+    """Add the row's own system message, find its tools, and check that there is something to learn."""
     messages = placed(record, with_own_system(record, messages))
     if not any(m["role"] == "assistant" for m in messages):
         roles = ", ".join(m["role"] for m in messages[:6])
@@ -312,13 +311,13 @@ def _finish(record: Mapping[str, Any], messages: Messages) -> Normal:
 
 
 def check_learnt(turns: Messages, of: str = "") -> None:
-    """Raise Problem where no answer among these turns is to be learnt."""
+    """Raise Problem if no answer in these turns is learned."""
     if not any(m["role"] == "assistant" and m.get("loss", True) for m in turns):
         raise Problem(f"every turn of role 'assistant'{of} has loss: false, so there is nothing to learn")
 
 
 def tools_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record gives to the chat template besides messages: its `tools`, or nothing."""
+    """The chat template's arguments from a record besides its messages: its `tools`, or nothing."""
     if record.get("chat_template_kwargs") not in (None, "", {}, "{}"):
         raise Problem(
             "'chat_template_kwargs' would apply to this row only: put values for all rows into --template-variables "
@@ -329,7 +328,7 @@ def tools_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _codes(codes: list[Any]) -> list[Any]:
-    """The codes of a spoken answer, or groups of them of one length, seen to be such."""
+    """The codes of a spoken answer, or groups of codes of equal length, after a check."""
     groups = [codes] if isinstance(codes[0], int) else codes
     if not all(isinstance(group, list) and group and len(group) == len(groups[0]) for group in groups) or not all(
         type(code) is int and code >= 0 for group in groups for code in group
@@ -348,7 +347,7 @@ def checked_turn(message: Any, index: int, field: str = "messages", weighs: bool
     at = f"{field}[{index}]"
     if not isinstance(message, dict):
         raise Problem(f"{at} is {kind_of(message)}, not an object with role and content")
-    # Parquet and JSON tables fill what a turn does not have with null.
+    # Parquet and JSON tables fill the missing fields of a turn with null.
     message = {key: value for key, value in message.items() if value is not None}
     role = message.get("role")
     if role is None:
@@ -381,7 +380,7 @@ def checked_turn(message: Any, index: int, field: str = "messages", weighs: bool
 
 
 def _content(content: Any, at: str) -> str | list[dict[str, Any]]:
-    """Text, or a list of parts, which is a text where no part is a file."""
+    """Text, or a list of parts; a list without files becomes a text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -1,5 +1,5 @@
-r"""Half characters: what JSON can write and no text can hold, such as `"\ud83d"`, the first of the two escapes of an
-emoji. Tokenizers and files in UTF-8 refuse them, without a word about which row they came from.
+r"""Half characters, which JSON can write but text cannot contain, such as `"\ud83d"`, the first of the two escapes of
+an emoji. Tokenizers and UTF-8 files refuse them, without saying which row they came from.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from shardproof.data.forms.parts import KINDS, Problem
 
 
 def refuse_halves(used: dict[str, Any], record: Any) -> None:
-    """Raise Problem where a text of `used`, which is what was made of a record, has half a character.
+    """Raise Problem if a text in `used`, the normalised record, has half a character.
 
-    Its place is told in the fields of the record, or, where the record has the text in another form (JSON in a text,
-    a row format of the user's), in those of `used`.
+    Its place is given in terms of the record's fields, or, if the record has the text in another form (JSON in a
+    string, a user's row format), in terms of those of `used`.
     """
     try:
         where, text = next(_halved(used), ("", ""))
@@ -40,12 +40,12 @@ def _is_half(character: str) -> bool:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether no text in a value has half a character. Of files that is not asked: a path may hold any bytes."""
+    """Whether no text in a value has half a character. Files are not checked: a path may contain any bytes."""
     if isinstance(value, str):
-        if value.isascii():  # known without a look at it
+        if value.isascii():  # a flag of the string, known without scanning
             return True
         try:
-            value.encode()  # a gigabyte a second; a search for halves takes several times as long
+            value.encode()  # a gigabyte a second; searching for halves takes several times as long
         except UnicodeEncodeError:
             return False
         return True
@@ -55,7 +55,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _halved(value: Any, at: str = "") -> Iterator[tuple[str, str]]:
-    """Places of texts with half a character, such as `messages[0].content`, and these texts."""
+    """The places of texts with half a character, such as `messages[0].content`, and these texts."""
     if _is_whole(value):
         return
     if isinstance(value, dict):

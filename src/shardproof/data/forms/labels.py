@@ -1,7 +1,7 @@
-"""Rows with labels: what a label may look like, and the number, the numbers or the places that it becomes.
+"""Rows with labels: the forms a label may have, and the number, numbers or places that it becomes.
 
-The forms are those of ms-swift: `label` is the number of a label, a list of such numbers where a row may have several,
-a number to predict, or a list of these. Where labels have names, a name may stand in place of its number.
+The forms are those of ms-swift: `label` is the number of a label, a list of such numbers if a row may have several, a
+number to predict, or a list of these. If labels have names, a name may be used instead of its number.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 SINGLE: ProblemType = "single_label_classification"
 MULTI: ProblemType = "multi_label_classification"
 REGRESSION: ProblemType = "regression"
-# What an evaluation measures besides the loss.
+# Metrics of an evaluation besides the loss.
 MEASURES = {SINGLE: ("accuracy", "macro_f1"), MULTI: ("accuracy", "macro_f1"), REGRESSION: ("mae", "pearson")}
 LABEL = "label"  # the field
 LABELLED_FIELDS = (*FIELDS, LABEL)
-SHOWN = 12  # names in an error text
+SHOWN = 12  # names listed in an error message
 
 Label = int | float | list[int] | list[float]
 
@@ -37,8 +37,8 @@ class Labels:
     """The labels of a run, in the order of their numbers.
 
     Attributes:
-        names: of each label; of a regression, of what is predicted.
-        problem: what of a row is learnt: one label, any number of them, or as many numbers as there are names.
+        names: the name of each label, or of each predicted value in a regression.
+        problem: what a row is labelled with: one label, any number of labels, or as many numbers as there are names.
     """
 
     names: tuple[str, ...]
@@ -46,8 +46,8 @@ class Labels:
 
     @classmethod
     def numbered(cls, count: int, problem: ProblemType | None = None) -> Labels:
-        """Labels without names of their own; `problem` is by default a regression where there is one."""
-        names = tuple(f"LABEL_{i}" for i in range(count))  # transformers' names of labels without a name
+        """Labels without names of their own; by default, `problem` is a regression if there is only one."""
+        names = tuple(f"LABEL_{i}" for i in range(count))  # what transformers calls labels without a name
         return cls(names, problem or (REGRESSION if count == 1 else SINGLE))
 
     @cached_property
@@ -64,7 +64,7 @@ class Labels:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What a model's config says of them."""
+        """The entries for them in a model's config."""
         numbers = dict(enumerate(self.names))
         return {"id2label": numbers, "label2id": {n: i for i, n in numbers.items()}, "problem_type": self.problem}
 
@@ -76,18 +76,18 @@ class Labels:
         return {SINGLE: one, MULTI: many, REGRESSION: numbers}[self.problem]
 
     def shown(self, number: int) -> str | int:
-        """What a user calls this label."""
+        """This label as the user knows it: its name, if it has one, or its number."""
         return self.names[number] if self.named else number
 
     def told(self, label: Label) -> Any:
-        """What a user calls what `of` gave."""
+        """The result of `of` as the user knows it."""
         if self.problem == REGRESSION:
             return label
         return [self.shown(int(i)) for i in label] if isinstance(label, list) else self.shown(int(label))
 
     def of(self, value: Any) -> Label:
-        """What is learnt of the field `label`: the number of a label, the numbers of several, in order, or what is to
-        be predicted.
+        """The target for the field `label`: the number of a label, the numbers of several, in order, or the values to
+        predict.
 
         Raises:
             Problem: it is none of these labels.
@@ -116,16 +116,16 @@ class Labels:
         return sorted(numbers)
 
     def _number(self, value: Any) -> int:
-        """The number of one label, given as such or by its name."""
+        """The number of one label, given by its number or its name."""
         count, numeric = len(self.names), self._numeric
         if isinstance(value, float) and value.is_integer():
-            value = int(value)  # a table with gaps makes floats of whole numbers
+            value = int(value)  # a table with missing values turns whole numbers into floats
         if numeric and type(value) is int:
             value = str(value)  # --label-names 1 2 3 4 5
         if isinstance(value, str) and value in self._numbers:
             return self._numbers[value]
         if isinstance(value, str) and value.strip().isdecimal() and not numeric:
-            value = int(value)  # CSV has nothing but texts
+            value = int(value)  # CSV has only text
         if isinstance(value, str):
             if not self.named:
                 raise Problem(f"field 'label' is the text {value!r:.60}, but labels have no names: add --label-names")
@@ -141,7 +141,7 @@ class Labels:
         return value
 
     def _places(self, values: Sequence[float]) -> list[int]:
-        """The numbers of those labels that have a 1.0, or true."""
+        """The numbers of the labels whose entry is 1.0 or true."""
         if len(values) != len(self.names) or not set(values) <= {0.0, 1.0}:
             raise Problem(f"field 'label' holds {len(values)} yes or no, but there are {len(self.names)} labels")
         return [i for i, value in enumerate(values) if value]
@@ -159,19 +159,20 @@ def _float(value: Any) -> float:
 
 @lru_cache(1024)
 def _near(value: str, names: tuple[str, ...]) -> str | None:
-    """The name that may have been meant: among thousands it takes a while to find, and rows repeat their mistakes."""
+    """The name that may have been meant. Cached: finding it among thousands takes a while, and rows repeat their
+    mistakes."""
     return next(iter(difflib.get_close_matches(value, names, n=1)), None)
 
 
 def some_labels(names: Sequence[str]) -> str:
-    """The first of them: they may be thousands."""
+    """The first few of them: there may be thousands."""
     return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
 
 
 @dataclass(frozen=True)
 class _Labelled:
-    """`normalise` of rows with labels; what is in `Row.extra` besides tools: `label`, as `Labels.of` gives it, and
-    `columns`, every field that is not the conversation's."""
+    """`normalise` for rows with labels. Besides tools, `Row.extra` has `label`, from `Labels.of`, and `columns`, every
+    field that is not part of the conversation."""
 
     labels: Labels
     needed: bool
@@ -195,5 +196,5 @@ class _Labelled:
 
 
 def labelled(labels: Labels, needed: bool = True) -> Form:
-    """The form of rows with these labels: a conversation, whose answer may be there or not, and `label`."""
+    """The form of rows with these labels: a conversation, with or without an answer, and `label`."""
     return Form(_Labelled(labels, needed), f"'messages', 'query' or 'prompt', with 'label': {labels.expected}.")

@@ -1,11 +1,11 @@
-"""Which field of a record may be which of ours, for whoever is told that ours are not there."""
+"""Guesses which field of a record corresponds to which of ours, for errors about missing fields."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-# What other people call two fields, the likeliest first, in small letters.
+# Common other names of two fields, the likeliest first, in lower case.
 QUESTION, ANSWER = "query", "response"
 LIKELY = {
     QUESTION: (
@@ -17,12 +17,12 @@ LIKELY = {
         *("summary", "highlights"),
     ),
 }
-GIVEN = ("input", "context")  # what a question is about
+GIVEN = ("input", "context")  # context for a question
 RAW = ("content", "raw_content", "document", "code")
 
 
 def likely(record: Mapping[str, Any], *fields: str) -> str:
-    """What --columns could say, so that these fields are in a record: nothing where one has no likely name there."""
+    """A value of --columns that gives a record these fields; empty if one has no likely name there."""
     found: dict[str, str] = {}
     for field in fields:
         name = likely_name(record, field, found.values())
@@ -36,17 +36,17 @@ def likely(record: Mapping[str, Any], *fields: str) -> str:
 
 
 def likely_name(record: Mapping[str, Any], field: str, taken: Collection[str] = ()) -> str | None:
-    """The name under which this field is likely to stand in a record."""
+    """The likely name of this field in a record."""
     return _first(record, (field, *LIKELY[field]), taken)
 
 
 def likely_text(record: Mapping[str, Any]) -> str:
-    """What --columns could say, so that a record is a raw text."""
+    """A value of --columns that makes a record a raw text."""
     name = _first(record, RAW)
     return "" if name is None else f"text={name}"
 
 
 def _first(record: Mapping[str, Any], names: Collection[str], taken: Collection[str] = ()) -> str | None:
-    """The first of these names that a text of a record has, in letters of any size."""
+    """The first of these names that a text field of a record has, ignoring case."""
     texts = {str(name).lower(): name for name, value in record.items() if isinstance(value, str)}
     return next((texts[name] for name in names if name in texts and texts[name] not in taken), None)

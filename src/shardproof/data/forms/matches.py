@@ -1,4 +1,4 @@
-"""Rows of what is looked for and what is to be found: a query, texts that match it, texts that do not, and a score.
+"""Rows for retrieval: a query, texts that match it, texts that do not, and a score.
 
 The forms are those of ms-swift (`positive_messages`, `negative_messages`; `response`, `rejected_response`) and of
 sentence-transformers (`anchor`, `positive`, `negative`, `negative_1` ...).
@@ -22,36 +22,36 @@ from shardproof.data.forms.preferences import PROMPTS
 from shardproof.data.forms.texts import WRITE, check_texts
 
 ANCHOR, LABEL = "anchor", "label"
-POSITIVE, NEGATIVE = "positive", "negative"  # in `Row.extra`, too: lists of texts, or of turns where they have files
+POSITIVE, NEGATIVE = "positive", "negative"  # also in `Row.extra`: lists of texts, or of turns if they have files
 FOUND = {
     POSITIVE: ("positive_messages", "positive", "response"),
     NEGATIVE: ("negative_messages", "negative", "rejected_response"),
 }
-FILES_FOUND = {f"{kind}_{name}": (kind, name) for kind in FOUND for name in FILE_FIELDS}  # ms-swift's
+FILES_FOUND = {f"{kind}_{name}": (kind, name) for kind in FOUND for name in FILE_FIELDS}  # ms-swift's names
 MATCH_FIELDS = (*FIELDS, ANCHOR, *FOUND[POSITIVE][:2], *FOUND[NEGATIVE], *FILES_FOUND, LABEL)
-RANKING_MEASURES = ("accuracy", "mrr", "ndcg")  # what an evaluation of what ranks texts measures besides the loss
+RANKING_MEASURES = ("accuracy", "mrr", "ndcg")  # metrics of a reranker's evaluation besides the loss
 LEARN_LABELS = "learn labels with --loss cosine_similarity or contrastive"
 _NUMBERED = re.compile(r"negative_\d+")
 
-Found = str | list[dict[str, Any]]  # what is to be found
+Found = str | list[dict[str, Any]]  # a document
 
 
 def turns_of_found(found: Found) -> list[dict[str, Any]]:
-    """As a conversation."""
+    """A document as a conversation."""
     return [{"role": "user", "content": found}] if isinstance(found, str) else found
 
 
 @dataclass(frozen=True)
 class Matches:
-    """What a row is to hold.
+    """What a row must contain.
 
     Attributes:
-        scored: whether its label says how well query and positive match; else that they do is what a positive means.
+        scored: whether its label says how well query and positive match; otherwise a positive always matches.
         binary: whether a label is 0 or 1.
         several: whether a query may have more than one positive.
-        needed: whether there has to be anything but a query.
-        ranked: whether there have to be negatives.
-        files: whether there may be pictures, sounds and videos.
+        needed: whether anything besides a query is required.
+        ranked: whether negatives are required.
+        files: whether images, audio and video are allowed.
     """
 
     scored: bool = False
@@ -125,13 +125,13 @@ class Matches:
 
     @property
     def form(self) -> Form:
-        """The form of such rows."""
+        """The form of these rows."""
         more = ", with a 'label'" if self.scored else ", and if you like 'negative' or 'negative_messages'"
         return Form(self, f"'query' or 'messages', 'positive' or 'positive_messages'{more}.")
 
 
 def _two_sentences(record: Mapping[str, Any]) -> str:
-    """What --columns could say of a pair as sentence-transformers has it."""
+    """A value of --columns for a pair in the format of sentence-transformers."""
     if not {"sentence1", "sentence2"} <= record.keys():
         return ""
     return f"query=sentence1,positive=sentence2{',label=score' if 'score' in record else ''}"
@@ -155,7 +155,7 @@ def _found(record: Mapping[str, Any], kind: str) -> list[Found]:
 
 
 def _files(record: Mapping[str, Any], field: str, documents: int) -> tuple[str, list[Any]] | None:
-    """The name of a field that names files in a row, and the files of each document of a record."""
+    """The name of a row's file field, and the files of each document of a record."""
     value = record.get(field)
     if value in (None, "", []):
         return None
@@ -169,8 +169,8 @@ def _files(record: Mapping[str, Any], field: str, documents: int) -> tuple[str, 
 
 
 def _documents(value: Any, field: str) -> list[tuple[Any, str]]:
-    """A text, some texts, a conversation or some conversations, and where each stands; also written as JSON in a
-    text."""
+    """A text, several texts, a conversation or several conversations, with the place of each; also written as JSON in a
+    string."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
@@ -186,12 +186,12 @@ def _documents(value: Any, field: str) -> list[tuple[Any, str]]:
 
 
 def _document(value: Any, at: str, files: Mapping[str, Any]) -> Found:
-    """What is to be found, as a text, or as turns where it has files."""
+    """A document as a text, or as turns if it has files."""
     if isinstance(value, str):
         turns: list[dict[str, Any]] = [{"role": "user", "content": value}]
     elif isinstance(value, list) and value:
         turns = [checked_turn(turn, i, at) for i, turn in enumerate(value)]
-        # Nobody has said what is found, also where ms-swift has it as an answer: it may hold files.
+        # A document has no speaker, even if ms-swift writes it as an answer; as a user turn it may have files.
         check_texts(turns, at=at)
         turns = [{**turn, "role": "user"} if turn["role"] == "assistant" else turn for turn in turns]
     else:

@@ -1,5 +1,5 @@
-"""Names that rows leave open: `{{NAME}}` and `{{AUTHOR}}` in those of ms-swift's self-cognition, by which a model
-learns what it is called and who made it."""
+"""Placeholders for names in rows: `{{NAME}}` and `{{AUTHOR}}` in ms-swift's self-cognition datasets, which teach a
+model its name and who made it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shardproof.data.forms.formats import Form, Normal
 from shardproof.errors import ConfigError
 
 NAME, AUTHOR = "{{NAME}}", "{{AUTHOR}}"
-OPEN = "self-cognition"  # in the names of datasets whose rows leave them open
-CHINESE = "zh"  # what the field `tag` of a row says that is in Chinese
+OPEN = "self-cognition"  # part of the names of datasets whose rows have these placeholders
+CHINESE = "zh"  # the value of the field `tag` of a row in Chinese
 
 
 @dataclass(frozen=True)
 class Named:
-    """`normalise` of a form, for records whose open names are filled in first, in every text of theirs."""
+    """`normalise` of a form, after filling in the names in every text of a record."""
 
     form: Form
     names: Mapping[str, Sequence[str]]
@@ -42,9 +42,10 @@ def _filled(value: Any, said: Mapping[str, str]) -> Any:
 
 
 def check_left_open(name: Sequence[str], author: Sequence[str], datasets: Sequence[str], *read: Any) -> None:
-    """Raise ConfigError for names that no row asks for: one that spells its place otherwise would be learnt with it.
+    """Raise ConfigError for names that no row has a placeholder for: a placeholder in another spelling would be learned
+    as is.
 
-    `read`: rows, or None; of those that are read while training nothing is known.
+    `read`: rows, or None; rows read while training cannot be checked.
     """
     given = [flag for flag, its in (("--model-name", name), ("--model-author", author)) if its]
     rows = [part for part in read if part is not None]
@@ -60,15 +61,15 @@ def check_left_open(name: Sequence[str], author: Sequence[str], datasets: Sequen
 
 
 def named(form: Form, datasets: Sequence[str], name: Sequence[str], author: Sequence[str]) -> Form:
-    """The form of records in which a model's name and its author's are filled in.
+    """The form of records whose placeholders for the model's name and author are filled in.
 
     Args:
-        form: of the records with their names.
-        datasets: that are read in this form.
-        name, author: none, one, or two: in Chinese, for rows whose field `tag` is `zh`, and in any other language.
+        form: the form of the filled-in records.
+        datasets: the datasets that are read in this form.
+        name, author: none, one, or two values: in Chinese, for rows whose field `tag` is `zh`, and for all others.
 
     Raises:
-        ConfigError: there are more names than two, or a dataset leaves names open, and they are not given.
+        ConfigError: there are more than two names, or a dataset has placeholders whose names are not given.
     """
     for flag, given in (("--model-name", name), ("--model-author", author)):
         if len(given) > 2:

@@ -1,7 +1,7 @@
-"""What is where in a picture: ms-swift's `objects`, checked when a record is read.
+"""Objects in images and their locations: ms-swift's `objects`, checked when a record is read.
 
-Turns whose texts have places for objects keep what belongs there, in order, under `PLACED`, until `grounding.py` writes
-it into the text.
+Turns whose texts have placeholders for objects keep the objects for them, in order, under `PLACED`, until
+`grounding.py` writes them into the text.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PLACE = re.compile(r"<(ref-object|bbox)>")
 
 
 class Box(NamedTuple):
-    """Corners of a box, or a point: x, y, x, y or x, y.
+    """The corners of a box, or a point: x, y, x, y or x, y.
 
     Attributes:
-        picture: of the row, counted from 0.
-        real: whether the numbers are pixels of the picture as its file has it; else shares of its sides.
+        picture: the index of the image in the row, from 0.
+        real: whether the numbers are pixels of the original image file; otherwise they are fractions of its sides.
     """
 
     numbers: tuple[float, ...]
@@ -34,13 +34,14 @@ class Box(NamedTuple):
 
 
 def placed(record: Mapping[str, Any], messages: list[dict[str, Any]], spare: bool = False) -> list[dict[str, Any]]:
-    """The turns with the files and the objects of a record in their places.
+    """The turns with the files and objects of a record in their places.
 
     Args:
-        spare: whether there may be more objects than places, as of a question whose answer is generated.
+        spare: whether there may be more objects than placeholders, as for a question whose answer is generated.
 
     Raises:
-        Problem: as `with_files` does; or the objects are not of their form, or not as many as their places.
+        Problem: as for `with_files`; or the objects are malformed, or their number differs from that of the
+            placeholders.
     """
     messages = with_files(record, messages)
     if not record.get(OBJECTS):
@@ -65,8 +66,8 @@ def check_filled(
     messages: Sequence[Mapping[str, Any]],
     where: str = "a plain text or a rejected answer",
 ) -> None:
-    """Raise Problem for places of objects in turns that `placed` has not seen, whose marks would be learnt; `where` is
-    what these are."""
+    """Raise Problem for object placeholders in turns that `placed` has not processed, which would be learned as text;
+    `where` describes these turns."""
     unseen = "".join(text_of(turn["content"]) for turn in messages if PLACED not in turn)
     if record.get(OBJECTS) and (place := PLACE.search(unseen)):
         raise Problem(
@@ -75,7 +76,7 @@ def check_filled(
 
 
 def _checked(objects: Any, pictures: int) -> dict[str, tuple[str, list[Any]]]:
-    """By the name of its place, the field of each kind of object, and those it holds."""
+    """For each placeholder, the field of its kind of object, and the objects in it."""
     objects = read_out(objects)
     if not isinstance(objects, dict):
         raise Problem(f"'{OBJECTS}' must be an object with 'ref' and 'bbox'")
@@ -104,7 +105,7 @@ def _listed(objects: Mapping[str, Any], field: str) -> list[Any]:
 
 
 def _numbers(box: Any, index: int, real: bool) -> tuple[float, ...]:
-    """The numbers of a box, its upper left corner first, as ms-swift has it."""
+    """The numbers of a box, the upper left corner first, as in ms-swift."""
     most = math.inf if real else 1
     if not isinstance(box, list) or len(box) not in (2, 4) or not all(_is_number(x) and 0 <= x <= most for x in box):
         numbers = "pixels, 0 or more" if real else "numbers from 0 to 1 (norm1)"

@@ -1,8 +1,8 @@
-"""Pictures, sounds and videos in a conversation: how rows name them, and the one form that all of them become.
+"""Images, audio and video in a conversation: how rows name them, and the single form that all are normalised to.
 
-A turn with files has a list of parts as its content, in the order in which the model meets them:
-`{"type": "text", "text": ...}` and `{"type": "image", "image": file}`, with `audio` and `video` alike. A file is a path
-or a data URI (a string) or bytes; a video may also be a list of pictures.
+The content of a turn with files is a list of parts, in the order in which the model sees them: `{"type": "text",
+"text": ...}` and `{"type": "image", "image": file}`, and likewise `audio` and `video`. A file is a path or a data URI
+(a string) or bytes; a video may also be a list of images.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 from shardproof.data.forms.written import read_list
 
 KINDS = ("image", "audio", "video")
-FILE_COLUMNS = {kind: f"{kind}s" for kind in KINDS}  # what rewards are given of each
-# The fields of a record that name files, in the plural or the singular.
+FILE_COLUMNS = {kind: f"{kind}s" for kind in KINDS}  # the columns passed to rewards
+# The fields of a record that name files, plural or singular.
 FILE_FIELDS = {name: kind for kind in KINDS for name in (FILE_COLUMNS[kind], kind)}
 
-LONGEST_SHOWN = 200  # of a path in an error
+LONGEST_SHOWN = 200  # characters of a path in an error message
 
 _PLACEHOLDER = re.compile(r"<(image|audio|video)>")
-# What OpenAI and others call the same parts.
+# The names that OpenAI and others use for the same parts.
 _PART_TYPES = {"image_url": "image", "input_image": "image", "audio_url": "audio", "input_audio": "audio"}
 _PART_TYPES |= {"video_url": "video", "input_video": "video"}
 
 
 class Problem(Exception):
-    """Why a record cannot be used.
+    """The reason that a record cannot be used.
 
     Attributes:
-        columns: what --columns could say of it, `query=question,response=answer`, where its fields have likely names.
+        columns: a suggestion for --columns, `query=question,response=answer`, if its fields have likely names.
     """
 
     def __init__(self, text: str, columns: str = "") -> None:
@@ -40,13 +40,13 @@ class Problem(Exception):
 
 
 def refusal(processor: Any, error: Exception) -> Problem:
-    """Of a row, by whatever code of a model raises at files that it cannot take."""
+    """The Problem for a row whose files a model's code refuses, with any exception."""
     reason = " ".join(str(error).split())[:300] or type(error).__name__
     return Problem(f"{type(processor).__name__} refuses it: {reason}")
 
 
 def part_of_content(part: Any, at: str) -> dict[str, Any]:
-    """One element of a content list; `at` says where it stands. Raises Problem for what is no text and no file."""
+    """One element of a content list; `at` is its place. Raises Problem if it is neither a text nor a file."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
@@ -56,15 +56,15 @@ def part_of_content(part: Any, at: str) -> dict[str, Any]:
     if known not in KINDS:
         raise Problem(f"the content of {at} has a part of type {str(kind)!r}; parts are text, image, audio or video")
     value = next((part[key] for key in (known, str(kind), "source", "url", "path") if part.get(key) is not None), None)
-    if isinstance(value, dict) and "data" in value:  # OpenAI's sounds: base64 and the name of a format; Anthropic's
+    if isinstance(value, dict) and "data" in value:  # OpenAI's audio: base64 and a format's name; Anthropic's files
         kind = value.get("media_type") or f"{known}/{value.get('format', 'wav')}"
         value = f"data:{kind};base64,{value['data']}"
     return {"type": known, known: None if value is None else file_of(value, known, f"a part of {at}")}
 
 
 def file_of(value: Any, kind: str, at: str) -> Any:
-    """The file that a value names: a path or a data URI as a string, bytes, or (of a video) a list of pictures."""
-    if isinstance(value, dict):  # `datasets` keeps files as {bytes, path}
+    """The file that a value names: a path or a data URI as a string, bytes, or (for a video) a list of images."""
+    if isinstance(value, dict):  # `datasets` stores files as {bytes, path}
         value = next((value[key] for key in ("bytes", "path", "url") if value.get(key) is not None), None)
     if isinstance(value, (bytes, bytearray)) and value:
         return bytes(value)
@@ -81,7 +81,7 @@ def has_files(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def rows_of_kinds(rows: Iterable[Any]) -> dict[str, int]:
-    """The kinds of files that rows have, and for each the number of the first row that has one."""
+    """The kinds of files in the rows, each with the number of the first row that has one."""
     found: dict[str, int] = {}
     for number, row in enumerate(rows):
         for part in parts_of(row.messages):
@@ -94,11 +94,11 @@ def rows_of_kinds(rows: Iterable[Any]) -> dict[str, int]:
 def with_files(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The turns with the files of a record's `images`, `audios` and `videos` in their places.
 
-    `<image>` in a text is the place of the next picture; parts without a file take the next one too. Where a record
-    names files and its texts no place for any of that kind, they stand at the beginning of the first question.
+    `<image>` in a text is the place of the next image; parts without a file take the next one, too. If a record names
+    files but its texts have no place for that kind, the files are put at the beginning of the first question.
 
     Raises:
-        Problem: there are more places than files or the other way round, or an answer has a file.
+        Problem: there are more places than files or vice versa, or an answer has a file.
     """
     files = {kind: _listed(record, kind) for kind in KINDS}
     named = {kind for kind in KINDS if files[kind]}
@@ -124,14 +124,14 @@ def with_files(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> lis
 
 
 def parts_of(messages: Sequence[Mapping[str, Any]], kind: str | None = None) -> Iterator[dict[str, Any]]:
-    """The parts with a file in them, in order; of one kind, or of all."""
+    """The parts with a file, in order; of one kind, or of all."""
     for message in messages:
         if isinstance(message["content"], list):
             yield from (p for p in message["content"] if p["type"] != "text" and kind in (None, p["type"]))
 
 
 def text_of(content: str | list[dict[str, Any]]) -> str:
-    """The text of a turn, with `<image>` and the like where files stand."""
+    """The text of a turn, with `<image>` and the like in the places of files."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
@@ -140,19 +140,19 @@ def text_of(content: str | list[dict[str, Any]]) -> str:
 def with_texts(
     content: str | Sequence[Mapping[str, Any]], change: Callable[[str], str]
 ) -> str | list[Mapping[str, Any]]:
-    """A content with its texts changed."""
+    """A content with a function applied to its texts."""
     if isinstance(content, str):
         return change(content)
     return [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]
 
 
 def placeholders(text: str) -> list[str]:
-    """The kinds of files that a text has a place for."""
+    """The kinds of files that a text has placeholders for."""
     return _PLACEHOLDER.findall(text)
 
 
 def shown(file: Any) -> str:
-    """A file in the text of an error."""
+    """A file as shown in an error message."""
     if isinstance(file, bytes):
         return f"{len(file)} bytes"
     if isinstance(file, list):
@@ -163,7 +163,7 @@ def shown(file: Any) -> str:
 
 
 def decoded_uri(uri: str) -> bytes:
-    """The bytes of a data URI. Raises Problem where it is none."""
+    """The bytes of a data URI. Raises Problem if it is invalid."""
     head, comma, body = uri.partition(",")
     if not comma or not head.endswith(";base64"):
         raise Problem("the data URI is not of the form data:TYPE;base64,DATA")
@@ -177,7 +177,7 @@ def _listed(record: Mapping[str, Any], kind: str) -> list[Any]:
     for field in (f"{kind}s", kind):
         value = record.get(field)
         if value not in (None, "", []):
-            # One picture, or a list of them; a video may be a list of pictures itself.
+            # One image, or a list of images; a video may be a list of images itself.
             found = read_list(value)
             values = found if isinstance(found, list) else [value]
             return [file_of(file, kind, f"'{field}[{i}]'") for i, file in enumerate(values)]
@@ -185,7 +185,7 @@ def _listed(record: Mapping[str, Any], kind: str) -> list[Any]:
 
 
 def _split(content: str | list[dict[str, Any]], named: set[str]) -> list[dict[str, Any]]:
-    """A content as parts: `<image>` is a place only in records that name pictures, else it is text like any other."""
+    """A content as parts: `<image>` is a placeholder only in records that name images, otherwise plain text."""
     parts: list[dict[str, Any]] = []
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         if part["type"] != "text":
@@ -200,7 +200,7 @@ def _split(content: str | list[dict[str, Any]], named: set[str]) -> list[dict[st
 
 
 def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Parts without a file are a text; neighbouring texts are one."""
+    """Merges adjacent texts; parts without any file become a text."""
     merged: list[dict[str, Any]] = []
     for part in parts:
         if merged and part["type"] == "text" == merged[-1]["type"]:

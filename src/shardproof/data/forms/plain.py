@@ -1,4 +1,4 @@
-"""Rows of which no chat template makes anything: `--plain`."""
+"""Rows without a chat template: `--plain`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPES = ["user", "assistant"], ["assistant"]
 
 @dataclass(frozen=True)
 class Joined:
-    """`normalise` of a form whose conversations become plain text: a question and its answer, or an answer alone."""
+    """`normalise` for a form whose conversations become plain text: a question and its answer, or an answer alone."""
 
     form: Form
 
@@ -30,12 +30,12 @@ class Joined:
 
 
 def joined(form: Form) -> Form:
-    """The form of rows whose texts are joined as they stand."""
+    """The form of rows whose texts are joined as they are."""
     return replace(form, normalise=Joined(form))
 
 
 def _check_seen(messages: Messages, extra: Mapping[str, Any]) -> None:
-    """Raise Problem for what only a chat template could show."""
+    """Raise Problem for anything that only a chat template could show."""
     roles = [message["role"] for message in messages]
     lost = next((role for role in roles if role in SYSTEM), None) or next((name for name in extra if extra[name]), None)
     if lost is None:

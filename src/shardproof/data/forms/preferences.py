@@ -1,7 +1,7 @@
 """Rows for preference and reinforcement training: pairs, judged answers, and prompts.
 
-Each is one of the forms of `formats.py` with something more. `Row.messages` is a conversation as for supervised
-training (of a pair, the better one); `Row.extra` holds what is more:
+Each extends one of the formats of `formats.py`. `Row.messages` is a conversation as for supervised training (for a
+pair, the better one); `Row.extra` has the additional data:
 
 | form | extra |
 |---|---|
@@ -40,7 +40,7 @@ from shardproof.data.forms.written import are_turns
 
 PREFERENCE_FIELDS = (*FIELDS, "chosen", "rejected", "rejected_response", "rejected_messages", "label")
 
-_PAIR_COLUMNS = "query={},response=chosen,rejected_response=rejected"  # a conversation, where texts are none
+_PAIR_COLUMNS = "query={},response=chosen,rejected_response=rejected"  # makes the row a conversation
 
 _YES, _NO = (True, 1, "1", "true", "True"), (False, 0, "0", "false", "False")
 
@@ -68,7 +68,7 @@ def _pair(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
         worse = turns_of(record, field)
         if worse[0]["role"] != "assistant":
             worse = placed(record, with_own_system(record, worse))
-        # The whole conversation, or what stands in place of the answer; of a list, of all behind the last question.
+        # The full conversation, or the replacement of the answer; for a list, of everything after the last question.
         if worse[0]["role"] != "assistant":
             split = _common(messages, worse)
         else:
@@ -80,7 +80,7 @@ def _pair(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
 
 
 def _chosen_and_rejected(record: Mapping[str, Any]) -> Normal:
-    """The forms of TRL: texts behind a prompt, turns behind a prompt, or two conversations with the same beginning."""
+    """TRL's formats: texts after a prompt, turns after a prompt, or two conversations with a common beginning."""
     prompt, chosen = record.get("prompt"), record.get("chosen")
     if isinstance(chosen, str) and (prompt is None or isinstance(prompt, str)) and not are_turns(chosen):
         if prompt is None and (asks := likely_name(record, QUESTION)):
@@ -97,7 +97,7 @@ def _chosen_and_rejected(record: Mapping[str, Any]) -> Normal:
     better, worse = turns_of(record, "chosen"), turns_of(record, "rejected")
     if isinstance(prompt, str) and not are_turns(prompt):
         begin: Messages = [{"role": "user", "content": text_field(record, "prompt")}]
-        # Whole conversations hold their question, whatever stands beside them; so TRL has it.
+        # Full conversations contain their question, whatever other fields say, as in TRL.
         in_both = any(turns[0]["role"] != "assistant" for turns in (better, worse))
     else:
         begin = turns_of(record, "prompt") if prompt is not None else []
@@ -135,7 +135,7 @@ def _compared(
 
 
 def _check_learnt_whole(turns: Messages, named: str) -> None:
-    """Raise Problem where a part of an answer is not to be learnt: TRL's trainers would learn it all the same."""
+    """Raise Problem if a part of an answer is not to be learned: TRL's trainers would learn it anyway."""
     check_learnt(turns, f" of {named}")
     if any(turn["role"] == "assistant" and not turn.get("loss", True) for turn in turns):
         raise Problem(f"a turn of {named} has loss: false, but these answers are always learned in full")
@@ -180,7 +180,7 @@ def _prompt(record: Any, columns: Mapping[str, str] | None = None) -> Normal:
         messages = placed(record, with_own_system(record, messages), spare=True)
         used |= FILE_FIELDS.keys()
     check_filled(record, messages)
-    # Under their own names, and under ours where --columns gives one.
+    # Under their own names, and also under ours if --columns maps them.
     rest = {key: value for key, value in {**whole, **record}.items() if key not in used}
     tools = tools_of(record) if kind == "chat" else {}
     return messages, {"columns": {**rest, **tools}, **tools}, kind
@@ -193,7 +193,7 @@ def _check_no_files(record: Mapping[str, Any]) -> None:
 
 
 def _last_answer(messages: Messages) -> int:
-    """The index of the answer that ends a conversation."""
+    """The index of a conversation's final answer."""
     if messages[-1]["role"] != "assistant":
         raise Problem(f"the last turn must be the answer (role 'assistant'), not of role {messages[-1]['role']!r}")
     if len(messages) == 1:
@@ -206,7 +206,7 @@ def _last_question(messages: Messages) -> int:
 
 
 def _common(a: Messages, b: Messages) -> int:
-    """How many turns two conversations have in common at their beginning."""
+    """The number of turns in the common beginning of two conversations."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

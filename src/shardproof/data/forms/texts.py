@@ -1,4 +1,4 @@
-"""Turns of which the texts are all that is read."""
+"""Checks for turns of which only the texts are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WRITE = "write it into the texts, or remove it"
 
 
 def check_texts(turns: Sequence[Any], tools: Any = None, at: str = "messages") -> None:
-    """Raise Problem for what turns hold beside their texts, where these are all that is read."""
+    """Raise Problem for anything in turns besides their texts, if only these are read."""
     if tools:
         raise Problem(f"it has tools, but there is no chat template to write them: {WRITE}")
     for i, turn in enumerate(turns):

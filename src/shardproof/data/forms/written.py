@@ -1,4 +1,4 @@
-"""What texts stand for in which tables hold lists and objects: CSV has nothing but texts."""
+"""Reads lists and objects that tables store as text: CSV has only text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import json
 import re
 from typing import Any
 
-_NO_COMMA = re.compile(r"\}\s*\n\s*\{")  # in Python's words no text has a line end of its own
+_NO_COMMA = re.compile(r"\}\s*\n\s*\{")  # a string in a Python literal has no literal line breaks
 
 
 def read_out(value: Any) -> Any:
-    """What a text that is JSON says; anything else as it is."""
+    """The value of a JSON string; anything else unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -21,13 +21,13 @@ def read_out(value: Any) -> Any:
 
 
 def read_list(value: Any) -> Any:
-    """The same of JSON, or of a list in the words of Python."""
+    """The same for JSON, or for a list written as a Python literal."""
     said = read_out(value)
     return _literal(said) if said is value and isinstance(value, str) else said
 
 
 def are_turns(value: Any) -> bool:
-    """Whether a value is a list, or a text in which turns are written as one: a plain text may begin with `[`, too."""
+    """Whether a value is a list, or a string with a list of turns: a plain text may begin with `[`, too."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = read_list(value)
         turns = value if isinstance(value, list) else []
@@ -36,7 +36,7 @@ def are_turns(value: Any) -> bool:
 
 
 def _literal(text: str) -> Any:
-    """A list as Python or numpy (without commas) writes it, as many a table has it; any other text as it is."""
+    """A list as written by Python or numpy (without commas), as many tables have it; any other text unchanged."""
     try:
         return ast.literal_eval(_NO_COMMA.sub("}, {", text.strip())) if text.lstrip().startswith("[") else text
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
