@@ -1,1 +1,1 @@
-"""Pictures, sounds and videos of rows: read, encoded and put into batches."""
+"""Images, audio and video of rows: reading, encoding and batching."""

@@ -1,4 +1,5 @@
-"""Batches of rows with files: read again, put through the model's processor, and brought to the labels found before."""
+"""Batches of rows with files: read again, passed through the model's processor, and joined with the labels found
+before."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shardproof")
 
-SEEN = "cross_attention_mask"  # which pictures a token sees, of Mllama
+SEEN = "cross_attention_mask"  # Mllama's mask of the images that a token sees
 _PER_TOKEN = ("input_ids", "attention_mask", "position_ids", SEEN)
 
 OnLost = Literal["skip", "stop"]
@@ -29,11 +30,11 @@ class MediaCollator:
     """Batches from `MediaRows`, for a DataLoader with or without workers.
 
     Args:
-        encoder: of the model.
+        encoder: the model's encoder.
         on_lost: what happens to a row whose file could be read before training and cannot be read now: `skip` leaves it
-            out of the batch and says so, `stop` raises.
-        speaks: whether batches hold the codes of spoken answers.
-        flat: whether all packed rows of a batch are to be one, see `wants_flat`.
+            out of the batch and logs a warning, `stop` raises.
+        speaks: whether batches include the codes of spoken answers.
+        flat: whether to concatenate the packed rows of a batch into one, see `wants_flat`.
     """
 
     def __init__(
@@ -42,8 +43,8 @@ class MediaCollator:
         self.encoder, self.on_lost, self.speaks, self.flat = encoder, on_lost, speaks, flat
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """`input_ids`, `attention_mask`, `labels` (int64, rows x length), and the tensors of the files in the rows. Of
-        packed rows, which have `rows`, also where their tokens are to stand: see `places_of`.
+        """`input_ids`, `attention_mask`, `labels` (int64, rows x length), and the tensors of the files in the rows. For
+        packed rows, which have `rows`, also the places of their tokens: see `places_of`.
 
         Raises:
             DataError: a file is lost, and `on_lost` is `stop`.
@@ -64,8 +65,8 @@ class MediaCollator:
         return fitted | {name: value.view(1, -1) if self.flat else value for name, value in places.items()}
 
     def _batch(self, there: list[Encoded]) -> tuple[dict[str, Any], list[Encoded]]:
-        """The tensors of these rows, and the rows. What the processor cannot take together it gets row by row, and what
-        it refuses by itself is lost."""
+        """The tensors of these rows, and the rows. If the processor cannot take them together, it gets them one by one;
+        a row that it refuses even then is left out."""
         try:
             return self.encoder.batch([feature["row"] for feature, _ in there], [files for _, files in there]), there
         except Problem as problem:
@@ -77,7 +78,7 @@ class MediaCollator:
         pad = self.encoder.processor.tokenizer.pad_token_id
         try:
             return together(kept, pad) if kept else {}, left
-        except RuntimeError as error:  # of torch, about sizes
+        except RuntimeError as error:  # from torch, about sizes
             rows = ", ".join(feature["row"].where for feature, _ in left)
             raise DataError(
                 f"The files of {rows} do not fit into one batch of this model: its processor cannot batch videos with "
@@ -85,8 +86,8 @@ class MediaCollator:
             ) from error
 
     def _codes(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-        """The codes of spoken answers, where any row has one: int64 of shape (rows, longest) or, where they come in
-        groups, (rows, longest, groups), -100 behind the end."""
+        """The codes of spoken answers, if any row has one: int64 of shape (rows, longest) or, if they come in groups,
+        (rows, longest, groups), -100 after the end."""
         import torch
 
         codes = [row.extra.get("codes", []) for row in rows]
@@ -104,7 +105,7 @@ class MediaCollator:
             return None
 
     def _same(self, feature: Mapping[str, Any], files: Mapping[str, list[Any]], ids: torch.Tensor) -> bool:
-        """Whether the files of a row still take the tokens that they took before training."""
+        """Whether the files of a row still give the same tokens as before training."""
         expected = feature["input_ids"]
         if not any(files.values()) or ids[: len(expected)].tolist() == list(expected):
             return True
@@ -117,7 +118,7 @@ class MediaCollator:
         log.warning("%s is left out of its step: %s", row.where, reason)
 
     def _fitted(self, batch: dict[str, Any], features: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Ids, mask and labels of one length. Rows of text that were cut before are cut again."""
+        """Ids, mask and labels of one length. Text rows that were cut before are cut again."""
         import torch
 
         length = max(len(feature["labels"]) for feature in features)
@@ -132,7 +133,7 @@ class MediaCollator:
         return {name: batch[name][:, :length] for name in per_token(batch)} | fitted
 
     def _nothing(self) -> dict[str, Any]:
-        """A batch of one row in which there is nothing to learn."""
+        """A batch of one row with nothing to learn."""
         import torch
 
         batch = nothing(self.encoder.processor.tokenizer.pad_token_id)
@@ -140,8 +141,9 @@ class MediaCollator:
 
 
 def check_together(rows: Any, collator: MediaCollator) -> None:
-    """Raise DataError where what videos become does not go into one batch (LLaVA's kinds, that stack frames), before a
-    step of training does. Tried with the rows, a `MediaRows`, of fewest and of most tokens of a video."""
+    """Raise DataError if the tensors of videos do not fit into one batch (models of the LLaVA family, which stack
+    frames), before a training step fails. Tries the rows of `rows`, a `MediaRows`, with the fewest and the most video
+    tokens."""
     token = collator.encoder.tokens.get("video")
     if token is None:
         return
@@ -154,12 +156,12 @@ def check_together(rows: Any, collator: MediaCollator) -> None:
 
 
 def places_of(features: Sequence[Mapping[str, Any]], length: int) -> dict[str, torch.Tensor]:
-    """Where the tokens of rows, each padded to `length`, stand in the packed rows that they are of.
+    """The places of the tokens of rows, each padded to `length`, in their packed rows.
 
     Returns:
-        `packed_places`: int64, packed rows x the longest of them; of each token its place among those of all rows, -1
-            where there is none; and
-        `packed_positions`, of the same shape: its place in its own row, 0 where there is none.
+        `packed_places`: int64, packed rows x the longest of them; for each token, its place among those of all rows, -1
+            for no token; and
+        `packed_positions`, of the same shape: its place in its own row, 0 for no token.
     """
     import torch
 
@@ -176,7 +178,7 @@ def places_of(features: Sequence[Mapping[str, Any]], length: int) -> dict[str, t
 
 
 def nothing(pad: int) -> dict[str, Any]:
-    """One row that says nothing, for a model to run on where all rows of a batch are lost."""
+    """A row of padding, for a model to run on if all rows of a batch are left out."""
     import torch
 
     ids = torch.full((1, 2), pad)
@@ -184,8 +186,8 @@ def nothing(pad: int) -> dict[str, Any]:
 
 
 def per_token(batch: Mapping[str, Any]) -> list[str]:
-    """The names of what there is of each token, of shape (rows, length, ...). What files become may have that shape by
-    chance, as a sound in as many bands as its row has tokens."""
+    """The names of tensors with an entry per token, of shape (rows, length, ...). Tensors of files may have that shape
+    by chance, e.g. audio with as many bands as its row has tokens."""
     return [
         name
         for name, value in batch.items()
@@ -195,8 +197,8 @@ def per_token(batch: Mapping[str, Any]) -> list[str]:
 
 
 def together(batches: Sequence[Mapping[str, Any]], pad: int, side: str = "right") -> dict[str, Any]:
-    """Batches of one row each as one batch: what there is of each token is padded on one side, the rest stands one
-    after the other, and is padded with zeros where a mask says so."""
+    """Batches of one row each combined into one batch: tensors per token are padded on one side, the others
+    concatenated, and padded with zeros if there is a mask for them."""
     import torch
 
     length = max(batch["input_ids"].shape[1] for batch in batches)
@@ -213,7 +215,7 @@ def together(batches: Sequence[Mapping[str, Any]], pad: int, side: str = "right"
     masked = any("mask" in name for name in joined if name not in _PER_TOKEN)
 
     def one(values: Sequence[Any]) -> Any:
-        if isinstance(values[0], list):  # an element for each file (Unlimited-OCR's)
+        if isinstance(values[0], list):  # one element per file (Unlimited-OCR)
             return [element for value in values for element in value]
         return torch.cat(_of_one_size(values) if masked else list(values))
 
@@ -221,7 +223,7 @@ def together(batches: Sequence[Mapping[str, Any]], pad: int, side: str = "right"
 
 
 def _of_one_size(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What files have become, each padded to the longest of them."""
+    """The tensors of files, each padded to the largest sizes."""
     import torch
 
     most = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
@@ -237,8 +239,8 @@ def together_or_alone(
     pad: int,
     side: str = "right",
 ) -> dict[str, Any]:
-    """What `make` makes of rows with files: of each by itself where the processor does not take them together. Raises
-    Problem for one that is refused by itself."""
+    """The result of `make` for rows with files, made one by one if the processor does not take them together. Raises
+    Problem for a row that is refused even then."""
     try:
         return make(texts, files)
     except Problem:

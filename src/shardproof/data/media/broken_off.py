@@ -1,4 +1,4 @@
-"""Sounds that end in the middle, as a download leaves them that was interrupted. A decoder plays what is there."""
+"""Detects truncated audio files, for example from an interrupted download. A decoder plays whatever is there."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from shardproof.data.forms.parts import Problem
 
-# What libsndfile says of the samples of a WAV, in bytes: as its header has it, and as they are.
+# libsndfile's log of the size of a WAV's samples in bytes: according to its header, and actual.
 _TOLD = re.compile(r"^data : (\d+) \(should be (\d+)\)$", re.MULTILINE)
-OPEN_ENDED = 0x7FFFF000  # and more is written by who does not know yet how long a sound will be
+OPEN_ENDED = 0x7FFFF000  # this or more is written by programs that do not know the length yet
 
 
 def check_whole(sound: Any) -> None:
-    """Raise Problem for an open SoundFile that has fewer samples than its header says. Of formats other than WAV most
-    are an error when they are read, and of the others that is not known."""
+    """Raise Problem for an open SoundFile that has fewer samples than its header says. Most other formats than WAV
+    raise an error when read; for the rest it cannot be detected."""
     if found := _TOLD.search(sound.extra_info):
         told, there = map(int, found.groups())
         if there < told < OPEN_ENDED:

@@ -1,8 +1,8 @@
-"""Queries and what matches them with pictures, sounds and videos, for a model with a processor.
+"""Queries and their matches with images, audio and video, for a model with a processor.
 
-[Note: what is embedded with files] A text is the conversation that the model's chat template makes of it, up to where
-an answer would begin: so the processor knows where files stand, and so the embedding models that see read it
-(Qwen3-VL-Embedding, GME). A system message of the run stands before queries and not before what is to be found. As in
+[Note: what is embedded with files] A text is rendered as a conversation by the model's chat template, up to where an
+answer would begin: this tells the processor where files go, and is how multimodal embedding models read it
+(Qwen3-VL-Embedding, GME). A system message of the run is put before queries, but not before documents. As in
 media/encode.py, rows go through the processor once before training, and again when a batch is made.
 """
 
@@ -30,10 +30,10 @@ log = logging.getLogger("shardproof")
 
 
 class _Asked(MediaEncoder):
-    """Rows as they are asked: what the chat template makes of them, up to where an answer would begin.
+    """Rows as prompts: rendered by the chat template up to where an answer would begin.
 
     Args:
-        answered: a row that ends with an answer is read up to there.
+        answered: whether a row that ends with an answer is rendered with it, without a new opening.
     """
 
     def __init__(self, processor: Any, limits: Limits, answered: bool) -> None:
@@ -49,16 +49,16 @@ class _Asked(MediaEncoder):
 
 
 class MediaMatchEncoder(MatchEncoder):
-    """Rows to the token ids of their texts, those of files among them, and to batches.
+    """Rows to the token ids of their texts, including those of files, and to batches.
 
     Args:
-        processor, limits: as of `MediaEncoder`.
-        system: what stands before queries.
+        processor, limits: as for `MediaEncoder`.
+        system: the system message for queries.
     """
 
     cuts = False
     shorter = "make files smaller (--max-pixels, --max-frames): rows for a model that takes files are never cut"
-    answered = False  # whether an answer may be read, too
+    answered = False  # whether texts may end with an answer
 
     def __init__(self, processor: Any, limits: Limits, system: str | None = None) -> None:
         super().__init__(processor.tokenizer)
@@ -66,13 +66,13 @@ class MediaMatchEncoder(MatchEncoder):
         self.media = _Asked(processor, limits, self.answered)
 
     def conversations(self, row: Row) -> list[Row]:
-        """Of a row each of its texts, as a row of its own."""
+        """Each text of a row, as a row of its own."""
         query, *found = turns_of(row)
         each = [with_system(query, self._before_queries), *found]
         return [Row([*turns], row.source, row.line) for turns in each]
 
     def texts(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Sequence[int]] | str]]:
-        """Of each row the token ids of its texts; or why it cannot be used."""
+        """The token ids of each row's texts; or why it cannot be used."""
         for row in rows:
             try:
                 yield row, [self.media.encode(text)[0] for text in self.conversations(row)]
@@ -80,7 +80,7 @@ class MediaMatchEncoder(MatchEncoder):
                 yield row, str(problem)
 
     def marked(self, ids: Sequence[int], most: int | None, truncation: Truncation = "right") -> list[int]:
-        """The ids as they are."""
+        """The ids, unchanged."""
         return list(ids)
 
     def read(self, row: Row) -> tuple[list[Row], list[dict[str, list[Any]]]]:
@@ -94,7 +94,7 @@ class MediaMatchEncoder(MatchEncoder):
         return made if isinstance(made, str) else None
 
     def batch_of(self, rows: Iterable[Row]) -> tuple[dict[str, Any], list[int]] | None:
-        """The tensors of all texts of rows, and how many each row has; None of no rows.
+        """The tensors of all texts of rows, and the number of texts of each row; None if there are no rows.
 
         Raises:
             Problem: a file cannot be used.
@@ -107,12 +107,13 @@ class MediaMatchEncoder(MatchEncoder):
         return self.batch(texts, files), [len(texts) for texts, _ in each]
 
     def key(self, text: Row) -> int:
-        """A number that equal texts share; files are equal that lie in one place, whatever they are called."""
+        """A number that is the same for equal texts; files with the same location are equal, whatever their names."""
         files = [identity(part[part["type"]], text, self.media.limits) for part in parts_of(text.messages)]
         return key_of([*((turn["role"], text_of(turn["content"])) for turn in text.messages), *files])
 
     def batch(self, texts: Sequence[Row], files: Sequence[dict[str, list[Any]]]) -> dict[str, Any]:
-        """The tensors of some texts, padded on the right. What the processor cannot take together it gets one by one.
+        """The tensors of some texts, padded on the right. If the processor cannot take them together, it gets them one
+        by one.
 
         Raises:
             Problem: it refuses one of them.
@@ -124,19 +125,20 @@ Read = tuple[Row, dict[str, list[Any]]]  # a text, and its files
 
 
 class MediaMatchCollator:
-    """Batches of rows with files, as `collate_matches` makes them of texts, and what the files become.
+    """Batches of rows with files, like those of `collate_matches`, with the tensors of the files.
 
     Args:
         encoder: of the model.
         on_lost: what happens to a row whose file could be read before training and cannot be read now: `skip` leaves it
-            out of its step and says so, `stop` raises.
+            out of its step and logs a warning, `stop` raises.
     """
 
     def __init__(self, encoder: MediaMatchEncoder, on_lost: OnLost = "skip") -> None:
         self.encoder, self.on_lost = encoder, on_lost
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Where no row is left, a text of no row. Raises DataError where a file is lost and that stops the run."""
+        """If no row is left, the batch is one text of padding. Raises DataError if a file is lost and `on_lost` is
+        `stop`."""
         each = [(row, read) for row in rows if (read := self._read(row["row"])) is not None]
         if not each:
             batch = nothing(self.encoder.media.processor.tokenizer.pad_token_id)

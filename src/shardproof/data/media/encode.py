@@ -1,9 +1,9 @@
-"""Rows with files for a model with a processor: encoded once to be checked, and again whenever they are trained on.
+"""Rows with files for a model with a processor: encoded once as a check, and again whenever they are trained on.
 
-[Note: twice] What a picture becomes is large, and how many tokens it takes only the processor knows. So before
-training every row goes through the processor once: bad files are found, lengths and labels are kept, tensors are not.
-In training the same rows are read and processed again, a batch at a time, by workers. Rows without files go the same
-way, and bring no tensors of pictures or sounds: the towers are then not run at all.
+[Note: twice] The tensors of an image are large, and only the processor knows how many tokens it takes. So before
+training every row goes through the processor once: this finds bad files and keeps lengths and labels, but not tensors.
+In training, workers read and process the same rows again, a batch at a time. Rows without files are handled the same
+way, but give no image or audio tensors: the towers are then not run at all.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from shardproof.data.rows import BadRows, Row
 from shardproof.errors import ConfigError, DataError
 from shardproof.models.loading.processors import writes_more
 
-# What processors call the files of each kind.
+# The processors' argument for the files of each kind.
 _NAMES = {"image": "images", "audio": "audio", "video": "videos"}
-_COMPLETES = "return_for_text_completion"  # of Chameleon's, which puts a separator behind all texts else
-_SECONDS = "video_second_per_grid"  # in what the processors of the Omnis make: between patches, of each video
+_COMPLETES = "return_for_text_completion"  # Chameleon's option; without it, a separator is added after every text
+_SECONDS = "video_second_per_grid"  # output of the Omni processors: seconds between patches, for each video
 
 
 class MediaEncoder:
     """Rows through a model's chat template and processor.
 
     Args:
-        processor: of transformers, with the model's chat template on its tokenizer.
-        limits: of what is read.
+        processor: a transformers processor, with the model's chat template on its tokenizer.
+        limits: limits for reading files.
         loss, system, bad_rows, weights: as for `encode_rows`.
     """
 
@@ -58,10 +58,10 @@ class MediaEncoder:
         self.processor, self.limits = processor, limits
         self._encoder = Encoder(processor.tokenizer, loss, system, bad_rows, weights)
         written = getattr(processor.tokenizer, "chat_template", None)
-        dated = on_day(written, self._encoder.day) != written  # these rows are others on another day
+        dated = on_day(written, self._encoder.day) != written  # the rows differ from day to day
         self.options: dict[str, Any] = {"loss": loss, "system": system}
         self.options |= {"day": str(self._encoder.day) if dated else None, "weights": [*map(asdict, weights)]}
-        # In texts for Qianfan-OCR a picture has another mark than what it becomes.
+        # In texts for Qianfan-OCR, an image's placeholder differs from the token it becomes.
         tokens = {
             k: getattr(processor, f"{k}_placeholder_token", getattr(processor, f"{k}_token", None)) for k in KINDS
         }
@@ -71,7 +71,8 @@ class MediaEncoder:
 
     @cached_property
     def _made(self) -> list[str]:
-        """The tokens of files that no text may have: the processor puts them where another mark stands (Gemma 3)."""
+        """The tokens of files that texts must not contain: the processor puts them in place of another placeholder
+        (Gemma 3)."""
         own = [
             getattr(of, f"{k}_token", None) for k in self.tokens for of in (self.processor, self.processor.tokenizer)
         ]
@@ -79,7 +80,7 @@ class MediaEncoder:
 
     @property
     def seen(self) -> Seen:
-        """What the chat template writes."""
+        """Checks on what the chat template writes."""
         return self._encoder.seen
 
     @property
@@ -88,8 +89,8 @@ class MediaEncoder:
         return list(self.tokens)
 
     def text(self, row: Row) -> tuple[str, Any]:
-        """What the chat template makes of a row, and where in it the answers stand; a plain prompt has the marks of its
-        files in their places."""
+        """The text of a row from the chat template, and the spans of its answers; a plain prompt gets placeholders for
+        its files."""
         marked = self._marked if row.kind == "text" else self.known
         shown = replace(row, messages=[{**m, "content": marked(m["content"])} for m in row.messages])
         text, spans = self._encoder.text(shown)
@@ -98,21 +99,20 @@ class MediaEncoder:
         return begun, [(start + more, end + more, *weight) for start, end, *weight in spans]
 
     def labelled(self, texts: Sequence[tuple[str, Spans]]) -> Iterator[Labelled]:
-        """Token ids and labels of what `text` gives, as if the marks of files were words."""
+        """Token ids and labels for the results of `text`, with the placeholders of files taken as text."""
         return self._encoder.labelled(texts)
 
     def _text_with(self, row: Row, files: Mapping[str, list[Any]]) -> tuple[str, Spans]:
-        """As `text`, with the objects of its pictures in their places."""
+        """Like `text`, with the objects of its images filled in."""
         return self.text(replace(row, messages=self._objects.filled(row.messages, files["image"])))
 
     def _begun(self, text: str) -> str:
-        """The text behind the token that it begins with, which templates may leave out."""
+        """The text with its beginning token in front, which templates may leave out."""
         return text if text.lstrip().startswith(self._begin) else self._begin + text
 
     @cached_property
     def _begin(self) -> str:
-        """What the tokenizer begins texts with, or else the processor by itself (Molmo 2's), if that is a special
-        token."""
+        """The special token that the tokenizer, or else the processor itself (Molmo 2's), puts before a text."""
         if getattr(self.processor, "begins_texts", False):
             return ""
         if begin := self._encoder.begin_of_text or getattr(self.processor, "begins_with", ""):
@@ -124,7 +124,7 @@ class MediaEncoder:
         return str(tokenizer.decode(added)) if is_begin else ""
 
     def known(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-        """The content of a turn for the chat template: files that it has no mark for stand there as tokens."""
+        """The content of a turn for the chat template: files that the template has no placeholder for become tokens."""
         if isinstance(content, str):
             return content
         parts = [p if p["type"] in ("text", *self._templated) else self._as_text(p["type"]) for p in content]
@@ -140,12 +140,12 @@ class MediaEncoder:
 
     @cached_property
     def _templated(self) -> list[str]:
-        """The kinds of files that the chat template has marks for."""
+        """The kinds of files that the chat template has placeholders for."""
         return [kind for kind, token in self.tokens.items() if self._encoder.template.knows(kind, token)]
 
     def _marked(self, content: str | list[dict[str, Any]]) -> str:
-        """A text without a template. Files are marked as the model's template marks them in a question, or with tokens
-        where that does not say."""
+        """A text without a template. Files get the placeholders that the model's template uses in a question, or else
+        their tokens."""
         if isinstance(content, str):
             return content
         kinds = [part["type"] for part in content if part["type"] in self.tokens]
@@ -174,17 +174,17 @@ class MediaEncoder:
         return files
 
     def filled(self, row: Row) -> list[dict[str, Any]]:
-        """The turns of a row with its objects written into their texts. Raises Problem as `files` does, too."""
+        """The turns of a row with its objects written into their texts. Also raises Problem like `files`."""
         return self._objects.filled(row.messages, self.files(row)["image"])
 
     def heard(self, row: Row) -> dict[str, list[Any]]:
-        """The files of a row. Raises Problem as `files` does, and for a sound whose end the model does not hear."""
+        """The files of a row. Raises Problem like `files`, and for audio whose end the model does not hear."""
         files = self.files(row)
         self.check_heard([part["audio"] for part in parts_of(row.messages) if part["type"] == "audio"], files["audio"])
         return files
 
     def check_heard(self, names: Sequence[str], sounds: Sequence[Any]) -> None:
-        """Raise Problem for the first of these sounds whose end the model does not hear."""
+        """Raise Problem for the first of these audio files whose end the model does not hear."""
         for number, (name, sound) in enumerate(zip(names, sounds, strict=True), 1):
             try:
                 self._hearing.check(len(sound))
@@ -192,17 +192,17 @@ class MediaEncoder:
                 raise Problem(f"audio {number} ({shown(name)}): {problem}") from None
 
     def _of_sound(self, sound: Any) -> Any:
-        """What the processor makes of a sound, float32 of shape (samples,), and no words."""
+        """The processor's output for audio, float32 of shape (samples,), without text."""
         files: dict[str, list[Any]] = {kind: [] for kind in KINDS}
         files["audio"] = [sound]
         return self.process([self.tokens["audio"]], [files], return_tensors="pt", text_kwargs={"padding": False})
 
     def encode(self, row: Row) -> Labelled:
-        """Token ids, with as many for each file as it takes, labels, and weights, if there are any.
+        """Token ids (including those of the files), labels, and weights, if any.
 
         Raises:
             Problem: a file cannot be used, or the template has no place for it.
-            ConfigError: what the processor does to texts cannot be followed.
+            ConfigError: the processor's changes to texts cannot be traced.
         """
         files = self.heard(row)
         text, spans = self._text_with(row, files)
@@ -210,7 +210,7 @@ class MediaEncoder:
             [text],
             [files],
             return_text_replacement_offsets=True,
-            # Some take no text that is to become a list.
+            # Some processors cannot return texts as lists.
             text_kwargs={"return_offsets_mapping": True, "padding": False, "return_tensors": "pt"},
         )
         ids = listed(out["input_ids"][0])
@@ -223,8 +223,8 @@ class MediaEncoder:
         return ids, *labels_of(ids, listed(out["offset_mapping"][0]), moved, grown)
 
     def _check_followed(self, text: str, grown: str, replaced: Sequence[Any], ids: list[int]) -> None:
-        """Raise ConfigError for a processor that changes more of a text than it says: places in our text are then not
-        those in its own, and other tokens than those of the answer would be learnt."""
+        """Raise ConfigError for a processor that changes more of a text than it reports: positions would then differ
+        between our text and its own, and tokens outside the answer would be learned."""
         marked = all(text[slice(*change["span"])] == change["text"] for change in replaced)
         tokenizer = self.processor.tokenizer
         if not marked or tokenizer(grown, add_special_tokens=False, verbose=False)["input_ids"] != ids:
@@ -233,22 +233,22 @@ class MediaEncoder:
     def _labels_by_beginnings(
         self, ids: list[int], text: str, spans: Spans, files: Mapping[str, list[Any]]
     ) -> tuple[list[Any], ...]:
-        """Labels from a processor that does not say what it puts where: where an answer begins and ends, the tokens of
-        all before it say. A token that begins before is no part of it, as in `labels_of`."""
+        """Labels for a processor that does not report its replacements: the start and end of an answer are found by
+        tokenising the text before them. A token that begins before the answer is not part of it, as in `labels_of`."""
 
         def before(end: int) -> int:
             some = {kind: files[kind][: text[:end].count(token)] for kind, token in self.tokens.items()}
             first = self.process([text[:end]], [some], text_kwargs={"padding": False})["input_ids"][0] if end else []
             same = next((i for i, (a, b) in enumerate(zip(first, ids, strict=False)) if a != b), len(first))
-            return same + (same < len(first))  # the token in which they part begins before `end`
+            return same + (same < len(first))  # the token where they diverge begins before `end`
 
         places = {at: before(at) for start, end, *_ in spans for at in (start, end)}
         found: Any = [(places[start], places[end], *weight) for start, end, *weight in spans]
         return labels_of(ids, [(i, i + 1) for i in range(len(ids))], found, " ")
 
     def question(self, messages: Sequence[Mapping[str, Any]], where: str, tools: Any = None) -> dict[str, Any]:
-        """The tensors that a model is asked with; relative paths begin beside the file `where`, and `tools` are what
-        the template shows besides.
+        """The tensors for prompting a model; relative paths start from the folder of the file `where`, and `tools` are
+        passed to the template.
 
         Raises:
             DataError: a file cannot be used.
@@ -261,16 +261,16 @@ class MediaEncoder:
 
     def batch(self, rows: Sequence[Row], files: Sequence[dict[str, list[Any]]]) -> dict[str, Any]:
         """The tensors of some rows: `input_ids` and `attention_mask` of shape (rows, length), padded on the right, and
-        what their files have become."""
+        the tensors of their files."""
         texts = [self._text_with(row, of_row)[0] for row, of_row in zip(rows, files, strict=True)]
         out = self.process(texts, files, return_tensors="pt", text_kwargs={"padding": True, "padding_side": "right"})
         return dict(out)
 
     def given(self, files: Sequence[dict[str, list[Any]]]) -> dict[str, Any]:
-        """What a processor is called with beside texts, for the files of some rows."""
+        """The processor's arguments besides texts, for the files of some rows."""
         flat = {_NAMES[kind]: [file for row in files for file in row[kind]] for kind in self.takes}
         given: dict[str, Any] = {name: values for name, values in flat.items() if values}
-        # Qwen3-ASR's wants to be told that there is no sound.
+        # Qwen3-ASR's processor has a required argument for audio, even if there is none.
         wanted = signature(type(self.processor).__call__).parameters
         missing = [name for name in flat if name in wanted and name not in given]
         nothing = {name: None for name in missing if wanted[name].default is Parameter.empty}
@@ -278,12 +278,13 @@ class MediaEncoder:
             given["audio_kwargs"] = {"sampling_rate": self.limits.sampling_rate}
         if "videos" in given:
             part = getattr(self.processor, "video_processor", None)
-            least = getattr(part, "temporal_patch_size", 1)  # some refuse less than a patch
+            least = getattr(part, "temporal_patch_size", 1)  # some refuse fewer frames than a patch has
             given["videos"] = [video.of_at_least(least) for video in given["videos"]]
             given["videos_kwargs"] = as_taken(given["videos"], part)
             if (getattr(self.processor, "videos_kwargs", None) or {}).get("do_resize") is False:
-                given["videos_kwargs"]["do_resize"] = True  # MiniMax M3's leaves it to who reads the frames
-        # Those of a row together: some processors tell rows apart by it. GOT-OCR2's would take them for one in pages.
+                given["videos_kwargs"]["do_resize"] = True  # MiniMax M3's leaves it to the code that reads frames
+        # Grouped by row: some processors need this to tell rows apart. GOT-OCR2's would take a group as one image in
+        # pages.
         if "images" in given and not hasattr(self.processor, "multi_page"):
             given["images"] = [row["image"] for row in files]
         return given | nothing
@@ -295,9 +296,9 @@ class MediaEncoder:
         answered: bool = False,
         tools: Any = None,
     ) -> dict[str, Any]:
-        """The tensors of conversations up to where an answer would begin, padded on the left, or of those that are
-        `answered`, on the right; all have these `tools`. Raises Problem where the template or the processor refuses
-        one."""
+        """The tensors of conversations up to where an answer would begin, padded on the left, or, if `answered`, of
+        full conversations, padded on the right; all have these `tools`. Raises Problem if the template or the processor
+        refuses one."""
         shown = [self.shown(turns, of_row) for turns, of_row in zip(conversations, files, strict=True)]
         with refusals():
             render = partial(self._encoder.template.render, prompt=not answered, tools=tools)
@@ -306,12 +307,12 @@ class MediaEncoder:
         return dict(self.process(texts, files, return_tensors="pt", text_kwargs=how))
 
     def process(self, texts: list[str], files: Sequence[dict[str, list[Any]]], **options: Any) -> Any:
-        """What the processor makes of texts with files. Raises Problem where it refuses them, or where a text has a
-        token that only files become: the model would look for one more."""
+        """The processor's output for texts with files. Raises Problem if it refuses them, or if a text contains a token
+        that stands for a file: the model would expect another file."""
         if token := next((token for token in self._made for text in texts if token in text), None):
             raise Problem(f"{token} is in the text, but is a token for files: write it differently")
         text_options = {**options.pop("text_kwargs"), "add_special_tokens": False}
-        if "return_tensors" not in options:  # of texts; some processors count the tokens of files that are tensors only
+        if "return_tensors" not in options:  # for texts; some processors count tokens only if files are tensors
             options |= {f"{name}_kwargs": {"return_tensors": "pt"} for name in _NAMES.values()}
         given = self.given(files)
         options |= {
@@ -328,8 +329,8 @@ class MediaEncoder:
         return self._timed(for_a_model(made), given.get("videos") or [])
 
     def _timed(self, made: Any, videos: Sequence[Frames]) -> Any:
-        """What the processor has made, with the seconds between patches of each video: the Omnis' take one rate for all
-        videos, and look at no other. Theirs stay where nobody knows when the pictures were."""
+        """The processor's output, with the seconds between patches set for each video: the Omni processors use a single
+        rate for all videos. Their values are kept if the times of the frames are unknown."""
         if _SECONDS in made:
             depth = self.processor.video_processor.temporal_patch_size
             for number, video in enumerate(videos):
@@ -340,7 +341,8 @@ class MediaEncoder:
     def length(
         self, row: Row, conversation: Sequence[Mapping[str, Any]], files: dict[str, list[Any]], prompt: bool
     ) -> int:
-        """Tokens of a conversation of a row, those of its files among them; raises Problem where it is refused."""
+        """The number of tokens of a row's conversation, including those of its files; raises Problem if it is
+        refused."""
         shown = self.shown(conversation, files)
         with refusals():
             self._encoder.seen.check(row, shown)
@@ -354,7 +356,8 @@ def _only_text(message: Mapping[str, Any]) -> str:
 
 
 def _ids_of(processing: Any, text: str) -> list[int]:
-    """What a tokenizer or a processor makes of a text alone; nothing where it takes none, and says so when asked to."""
+    """The ids that a tokenizer or a processor gives for a text without files; empty if it refuses that, in which case
+    real calls report the error."""
     try:
         return listed(processing(text=[text], add_special_tokens=False)["input_ids"][0])
     except Exception:

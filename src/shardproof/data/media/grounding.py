@@ -1,7 +1,7 @@
-"""What a model reads in the places of names and boxes, as its family writes them.
+"""The text of names and boxes of objects, as each model family writes it.
 
-It takes open pictures to say: coordinates are those that the model knows of a picture of such a size. What is learnt is
-found with the same text as a batch is made of (see [Note: twice] in `encode.py`).
+This needs opened images, since coordinates depend on the image size that the model sees. Labels are found with the same
+text that batches are made of (see [Note: twice] in `encode.py`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from shardproof.data.forms.parts import Problem, refusal, with_texts
 from shardproof.data.media.reading import full_size
 from shardproof.models.families.known import FAMILIES, grounding_of
 
-EDGE = 1  # pixels by which a box reaches out of its picture: those of COCO do so by fractions of one
+EDGE = 1  # pixels that a box may exceed its image by: those of COCO do so by fractions of a pixel
 
 
 class Grounded:
-    """What a model with this processor reads in the places of objects."""
+    """The text of objects for a model with this processor."""
 
     def __init__(self, processor: Any) -> None:
         self._processor, self._form = processor, grounding_of(processor)
@@ -28,7 +28,7 @@ class Grounded:
         """The turns of a row with its objects written into their texts.
 
         Raises:
-            Problem: a box lies outside of its picture, or how the model writes boxes is not known.
+            Problem: a box is outside its image, or the model's format for boxes is not known.
         """
         return [self._filled(turn, pictures) if PLACED in turn else dict(turn) for turn in turns]
 
@@ -56,14 +56,14 @@ class Grounded:
             )
         whole = (width, height) if thing.real else (1, 1)
         sides = self._as_resized(picture.size) if form.pixels else (1000, 1000)
-        # In this order, which rounds as ms-swift does.
+        # In this order, to round like ms-swift.
         inside = [min(x, whole[i % 2]) for i, x in enumerate(thing.numbers)]
         numbers = [round(x / whole[i % 2] * sides[i % 2]) for i, x in enumerate(inside)]
         points = ",".join(f"({x},{y})" for x, y in zip(numbers[::2], numbers[1::2], strict=True))
         return form.box.format(points=points, list=numbers)
 
     def _as_resized(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Width and height to which the processor brings a picture of this size."""
+        """The width and height to which the processor resizes an image of this size."""
         if size not in self._resized:
             from PIL import Image
 

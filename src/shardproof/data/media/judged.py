@@ -1,5 +1,5 @@
-"""From a query and what may answer it, both with pictures, sounds and videos, to prompts that a causal language model
-answers by one word. See [Note: pairs in templates] in judged.py."""
+"""From a query and candidate documents, both with images, audio and video, to prompts that a causal language model
+answers with one word. See [Note: pairs in templates] in judged.py."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from shardproof.data.rows import Row
 
 
 def written(tokenizer: Any, system: str | None, query: str, document: str) -> str:
-    """As `judged.prompt`, by a template that may want its texts in parts."""
+    """Like `judged.prompt`, for a template that may need its texts as parts."""
     return Template(tokenizer).render(turns_of_pair(system, query, document), prompt=True)
 
 
 class MediaJudgedEncoder(MediaMatchEncoder):
-    """Rows to the token ids of a prompt for each pair, those of files among them, and to batches."""
+    """Rows to the token ids of a prompt for each pair, including those of files, and to batches."""
 
     def conversations(self, row: Row) -> list[Row]:
-        """Of a row each of its pairs, as a row of its own."""
+        """Each pair of a row, as a row of its own."""
         check_texts(row.messages)
         turns = with_system(row.messages, self._before_queries)
         system = turns[0]["content"] if turns[0]["role"] in SYSTEM else None
@@ -34,12 +34,12 @@ class MediaJudgedEncoder(MediaMatchEncoder):
         return [Row(turns_of_pair(system, query, document), row.source, row.line) for document in found]
 
     def columns(self, row: Row, made: Sequence[Any], *_: Any) -> dict[str, Any]:
-        """`labels`, 1 of a positive and 0 of a negative."""
+        """`labels`, 1 for a positive and 0 for a negative."""
         return {"labels": relevances(row)}
 
 
 class MediaPairCollator(MediaMatchCollator):
-    """Batches of rows with files, as `collate_pairs` makes them of texts, and what the files become."""
+    """Batches of rows with files, like those of `collate_pairs`, with the tensors of the files."""
 
     def laid_out(self, each: Sequence[Sequence[Read]]) -> list[Read]:
         return [pair for pairs in each for pair in pairs]
@@ -52,7 +52,7 @@ class MediaPairCollator(MediaMatchCollator):
 
 
 def joined(turns: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-    """The contents of turns, a line each: a text, or parts where any has a file."""
+    """The contents of turns, one per line: a text, or parts if any has a file."""
     if all(isinstance(turn["content"], str) for turn in turns):
         return "\n".join(turn["content"] for turn in turns)
     parts: list[dict[str, Any]] = []

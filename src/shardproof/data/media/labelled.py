@@ -1,6 +1,6 @@
-"""Rows with labels, or pairs to be judged, with pictures, sounds and videos, for a model with a processor and a head.
+"""Rows with labels, or pairs to be scored, with images, audio and video, for a model with a processor and a head.
 
-What is read is that of [Note: what a classifier reads] in labelled.py, and of [Note: what is judged] in rank.py. As in
+Inputs are as in [Note: what a classifier reads] in labelled.py, and [Note: what is judged] in rank.py. As in
 media/encode.py, rows go through the processor once before training, and again when a batch is made.
 """
 
@@ -23,12 +23,12 @@ from shardproof.data.rows import Row
 
 
 class MediaLabelledEncoder(MediaMatchEncoder):
-    """Rows to token ids, those of files among them, and to batches."""
+    """Rows to token ids, including those of files, and to batches."""
 
     answered = True
 
     def conversations(self, row: Row) -> list[Row]:
-        """The row itself, behind the system message."""
+        """The row itself, after the system message."""
         return [replace(row, messages=with_system(row.messages, self._before_queries))]
 
     def ids(self, rows: Iterable[Row]) -> Iterator[tuple[Row, tuple[Sequence[int], Label | None] | str]]:
@@ -36,12 +36,12 @@ class MediaLabelledEncoder(MediaMatchEncoder):
             yield row, made if isinstance(made, str) else (made[0], row.extra.get(LABEL))
 
     def fitted(self, row: Row, ids: Sequence[int], most: int | None, truncation: Truncation) -> list[int]:
-        """The ids as they are: what has files is never cut."""
+        """The ids, unchanged: rows with files are never cut."""
         return list(ids)
 
 
 class MediaLabelledCollator(MediaMatchCollator):
-    """Batches of rows with files, as `collate_labelled` makes them of texts, and what the files become."""
+    """Batches of rows with files, like those of `collate_labelled`, with the tensors of the files."""
 
     def __init__(self, encoder: MediaLabelledEncoder, names: Labels, on_lost: OnLost = "skip") -> None:
         super().__init__(encoder, on_lost)
@@ -55,12 +55,12 @@ class MediaLabelledCollator(MediaMatchCollator):
 
 
 class MediaPairEncoder(MediaMatchEncoder):
-    """Rows to the token ids of the query with each of its positives and negatives, those of files among them."""
+    """Rows to the token ids of the query with each of its positives and negatives, including those of files."""
 
     answered = True
 
     def conversations(self, row: Row) -> list[Row]:
-        """Of a row each of its pairs, as a row of question and answer."""
+        """Each pair of a row, as a row of question and answer."""
         turns = with_system(row.messages, self._before_queries)
         found = [joined(turns_of_found(one)) for one in (*row.extra[POSITIVE], *row.extra[NEGATIVE])]
         return [Row([*turns, {"role": "assistant", "content": one}], row.source, row.line) for one in found]

@@ -1,4 +1,4 @@
-"""What may be read of the files of rows, and how much of it."""
+"""Which files of rows may be read, and how much of each."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 SAMPLING_RATE = 16_000
-# Options of commands about how much is read of files that rows name.
-EITHER = ("max_pixels", "max_image_tokens"), ("max_frame_pixels", "max_frame_tokens")  # ways to say one of them
+# Command-line options for how much is read of the files that rows name.
+EITHER = ("max_pixels", "max_image_tokens"), ("max_frame_pixels", "max_frame_tokens")  # two ways to set a limit
 LIMITS = (*EITHER[0], *EITHER[1], "max_seconds", "max_frames", "fps")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What may be read, and how much of it.
+    """Which files may be read, and how much of each.
 
     Attributes:
-        root: the folder that files must lie in, and that relative paths begin at. Default: that of the dataset file.
-            Those of a row that stands in none may lie anywhere.
-        max_pixels: larger pictures and frames are scaled down to so many pixels, their proportions kept.
-        max_image_tokens: the same by the tokens that the model gets of them, squares of `token_side` pixels.
-        max_frame_tokens: the same of frames of videos.
-        fewest_tokens: to so many a smaller picture is scaled up by the processor.
-        max_seconds: of a sound or a video; longer ones cannot be used.
-        max_frame_pixels: the same of frames of videos; by default `max_pixels`.
-        max_frames: of a video; evenly spread ones are taken where there are more.
-        fps: frames per second that are taken of a video, `max_frames` at most; by default as many as those.
-        sampling_rate: Hz, to which sounds are brought.
-        remote: whether what rows name by http or https is fetched, whenever it is read.
-        remote_cache: a folder in which it is kept, to be fetched once only.
-        remote_bytes: of a file that is fetched, at most; `remote_seconds`: for fetching it.
+        root: the folder that must contain all files, and that relative paths start from. Default: that of the dataset
+            file. The files of a row that is not from a dataset file may be anywhere.
+        max_pixels: larger images and frames are scaled down to this many pixels, keeping their proportions.
+        max_image_tokens: the same in tokens of the model, squares of `token_side` pixels.
+        max_frame_tokens: the same for frames of videos.
+        fewest_tokens: the processor scales smaller images up to this many tokens.
+        max_seconds: the maximum length of audio and video; longer files cannot be used.
+        max_frame_pixels: `max_pixels` for frames of videos; by default the same.
+        max_frames: the maximum number of frames of a video; if it has more, evenly spaced ones are taken.
+        fps: frames per second taken from a video, up to `max_frames`; by default, `max_frames` are taken.
+        sampling_rate: the rate in Hz that audio is resampled to.
+        remote: whether http and https files are fetched, each time they are read.
+        remote_cache: a folder for fetched files, so that each is fetched only once.
+        remote_bytes: the maximum size of a fetched file; `remote_seconds`: the maximum time for fetching it.
     """
 
     root: Path | None = None
@@ -49,13 +49,13 @@ class Limits:
     remote_seconds: float = 30.0
 
     def of_frames(self) -> Limits:
-        """Those of a video's frames, which are read as pictures are."""
+        """The limits for a video's frames, in terms of those for images."""
         if self.max_frame_pixels or self.max_frame_tokens:
             return replace(self, max_pixels=self.max_frame_pixels, max_image_tokens=self.max_frame_tokens)
         return self
 
     def frames_in(self, seconds: float | None) -> int:
-        """How many frames are taken at most of a video that lasts so long, where that is known."""
+        """The maximum number of frames taken from a video of this length, if the length is known."""
         if self.fps is None or seconds is None:
             return self.max_frames
         return max(1, min(self.max_frames, round(seconds * self.fps)))

@@ -1,4 +1,4 @@
-"""What a model's processor is given beside a text, and what is made of what it gives."""
+"""Arguments for a model's processor besides texts, and handling of its outputs."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from shardproof.data.media.reading import Frames
 
 
 def as_taken(videos: Sequence[Frames], processor: Any) -> dict[str, Any]:
-    """What a processor of videos has to know where their frames are taken already: to take all, and when they were."""
-    known = {"video_metadata": [video.metadata for video in videos], "return_metadata": True}  # some write its times
+    """The arguments that tell a video processor that frames were already sampled: to use all of them, and their
+    times."""
+    known = {"video_metadata": [video.metadata for video in videos], "return_metadata": True}  # some write these times
     ours = {"do_sample_frames": False, "stack_frames": 1, **known}
     taken = getattr(getattr(processor, "valid_kwargs", None), "__annotations__", {})
     return {name: value for name, value in ours.items() if name in taken}
 
 
 def share_names(processor: Any) -> bool:
-    """Whether what pictures become has the names of what videos become (SmolVLM's): of both one is left."""
+    """Whether the tensors of images and videos have the same names (SmolVLM's), so that one would overwrite the
+    other."""
     parts = (type(getattr(processor, f"{kind}_processor", None)) for kind in ("image", "video"))
-    images, videos = (set(getattr(part, "model_input_names", ())) for part in parts)  # our part for videos has none
+    images, videos = (set(getattr(part, "model_input_names", ())) for part in parts)  # our own video part has none
     return bool(images & videos)
 
 
 def for_a_model(made: Any) -> Any:
-    """What a processor has made, without what is about its videos alone, and without half precision (Llama 4's): who
-    computes in it casts what comes."""
+    """A processor's output without the metadata of videos, and with float32 instead of half precision (Llama 4's): code
+    that computes in half precision casts its inputs."""
     made.pop("video_metadata", None)
     for name, value in made.items():
         if str(getattr(value, "dtype", "")) in ("torch.bfloat16", "torch.float16"):
@@ -40,14 +42,14 @@ def listed(values: Any) -> list[Any]:
 
 
 def check_seen(replaced: Sequence[Any]) -> None:
-    """Raise Problem for a file that the processor puts no token in the place of."""
+    """Raise Problem for a file that the processor replaces with no token at all."""
     for change in replaced:
         if not change["replacement"]:
             raise Problem("a file is too small or too short for this model: it becomes no tokens")
 
 
 def after_replacement(text: str, spans: Spans, replaced: Sequence[Any]) -> tuple[str, Any]:
-    """The text with each placeholder grown to what the processor put in its place, and the spans in that text."""
+    """The text with each placeholder expanded as the processor did it, and the spans in that text."""
     pieces, last = [], 0
     for change in replaced:
         start, end = change["span"]

@@ -1,4 +1,4 @@
-"""From a file to what a processor takes: pictures through PIL, sounds through soundfile, videos as their frames."""
+"""Reads files into inputs for a processor: images with PIL, audio with soundfile, videos as frames."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
 
-MOST_PIXELS = 100_000_000  # of a picture as it lies in its file: more is no photograph, but an attack on memory
-LEAST_SECONDS = 0.1  # of a sound: towers make no token, or one that some models cannot place, of less
+MOST_PIXELS = 100_000_000  # of an image in its file: more is not a photograph, but an attack on memory
+LEAST_SECONDS = 0.1  # of audio: towers turn less into no token, or into one that some models cannot place
 
 
-# Formats in which Pillow finds pictures and nothing else; what it takes for others may be a film (MPEG).
+# Formats that Pillow recognises as images and nothing else; a file it takes for another may be a video (MPEG).
 PICTURES = {"AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "TIFF", "WEBP"}
 
-# What Pillow raises for files that are not what they seem.
+# Pillow's exceptions for broken files and wrong formats.
 BROKEN = (OSError, ValueError, SyntaxError, LookupError, TypeError, EOFError, struct.error)
 
 
 class Frames(list[Any]):
-    """Pictures of a video, and when they were.
+    """Frames of a video, with their times.
 
     Attributes:
-        numbers: of these pictures among those of the video.
-        rate: pictures a second of the video; None where that is not known.
+        numbers: the indices of these frames in the video.
+        rate: the video's frames per second; None if unknown.
     """
 
     def __init__(self, pictures: Iterable[Any], numbers: Sequence[int], rate: float | None = None) -> None:
@@ -48,13 +48,13 @@ class Frames(list[Any]):
         self.numbers, self.rate = list(numbers), rate
 
     def of_at_least(self, count: int) -> Frames:
-        """So many pictures: the last one stays for as long as there are none."""
+        """At least `count` frames, repeating the last one if there are fewer."""
         more = max(0, count - len(self))
         return Frames([*self, *self[-1:] * more], [*self.numbers, *self.numbers[-1:] * more], self.rate)
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The same in the words of transformers' `VideoMetadata`."""
+        """The fields of transformers' `VideoMetadata`."""
         total = self.numbers[-1] + 1
         width, height = self[0].size
         return {
@@ -68,12 +68,12 @@ class Frames(list[Any]):
 
 
 def files_of(row: Row, limits: Limits) -> dict[str, list[Any]]:
-    """The files of a row, decoded, for each of KINDS in the order of the conversation: pictures as PIL images in RGB,
-    sounds as float32 arrays of shape (samples,), videos as lists of pictures.
+    """The files of a row, decoded, for each of KINDS in the order of the conversation: images as PIL images in RGB,
+    audio as float32 arrays of shape (samples,), videos as lists of images.
 
     Raises:
-        Problem: a file is missing, unreadable, too large or too long, lies outside of the root, or, if that is not
-            allowed, somewhere else than on this machine; the text names it.
+        Problem: a file is missing, unreadable, too large or too long, is outside the root, or is not on this machine
+            and must not be fetched; the message names it.
     """
     readers = {"image": read_image, "audio": read_audio, "video": read_video}
     found: dict[str, list[Any]] = {kind: [] for kind in KINDS}
@@ -89,7 +89,7 @@ def files_of(row: Row, limits: Limits) -> dict[str, list[Any]]:
 
 
 def read_image(file: Any, row: Row, limits: Limits) -> Image:
-    """A picture in RGB, upright, of at most `max_pixels`."""
+    """An image in RGB, upright, of at most `max_pixels`."""
     from PIL import Image
 
     try:
@@ -101,11 +101,11 @@ def read_image(file: Any, row: Row, limits: Limits) -> Image:
 
 @contextmanager
 def _picture(source: Any) -> Iterator[Any]:
-    """A picture or an animation as Pillow opens it, of a size that is allowed."""
+    """An image or animation opened with Pillow, after a check of its size."""
     from PIL import Image
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # its limit is another than ours
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # its limit differs from ours
         with Image.open(source) as picture:
             _check_size(*picture.size)
             yield picture
@@ -114,13 +114,13 @@ def _picture(source: Any) -> Iterator[Any]:
 def _still(picture: Any, limits: Limits) -> Image:
     from PIL import ImageOps
 
-    ImageOps.exif_transpose(picture, in_place=True)  # else it copies one that is upright
+    ImageOps.exif_transpose(picture, in_place=True)  # without in_place, it would copy even an upright image
     return scaled(_in_rgb(picture), limits)
 
 
 def _in_rgb(picture: Image) -> Image:
-    """The picture in RGB, on white where it is transparent. Pillow would put it on whatever colour lies hidden there,
-    and cut numbers of more than 8 bits off at 255."""
+    """The image in RGB, on white where it is transparent. Pillow would show whatever colour is hidden there, and clip
+    values of more than 8 bits at 255."""
     from PIL import Image
 
     if picture.mode.startswith("I;16"):
@@ -136,7 +136,7 @@ def _in_rgb(picture: Image) -> Image:
 
 
 def read_audio(file: Any, row: Row, limits: Limits) -> np.ndarray[Any, Any]:
-    """A sound of one channel: float32 of shape (samples,), at `sampling_rate`."""
+    """Mono audio: float32 of shape (samples,), at `sampling_rate`."""
     soundfile = _soundfile()
     source = _opened(file, row, limits)
     try:
@@ -156,9 +156,9 @@ def read_audio(file: Any, row: Row, limits: Limits) -> np.ndarray[Any, Any]:
 
 
 def read_video(file: Any, row: Row, limits: Limits) -> Frames:
-    """Frames of one size, evenly spread over the video, `fps` a second and `max_frames` at most."""
+    """Frames of one size, evenly spaced over the video, `fps` per second and `max_frames` at most."""
     limits = limits.of_frames()
-    if isinstance(file, list):  # of which nothing says when they were
+    if isinstance(file, list):  # images without times
         numbers = spread(len(file), limits.max_frames)
         frames = Frames([read_image(file[i], row, limits) for i in numbers], numbers)
         if len({frame.size for frame in frames}) > 1:
@@ -171,7 +171,7 @@ def read_video(file: Any, row: Row, limits: Limits) -> Frames:
     try:
         with _picture(source) as moving:  # GIF, WebP and APNG
             is_picture = moving.format in PICTURES
-            if getattr(moving, "n_frames", 1) == 1 or moving.format == "MPO":  # a JPEG with a small one behind it
+            if getattr(moving, "n_frames", 1) == 1 or moving.format == "MPO":  # a JPEG followed by a thumbnail
                 return Frames([_still(moving, limits)], [0])
             return _animation(moving, limits)
     except (*BROKEN, Image.DecompressionBombError) as error:
@@ -192,11 +192,11 @@ def _animation(moving: Any, limits: Limits) -> Frames:
 
 
 def _shown(moving: Any, wanted: Sequence[int], limits: Limits) -> tuple[list[Image], float]:
-    """Some of the pictures of an animation, and how many seconds all of them last."""
+    """Some frames of an animation, and the duration of all of them in seconds."""
     pictures, lasts = [], 0.0
     for i in range(getattr(moving, "n_frames", 1)):
         moving.seek(i)
-        moving.load()  # only now does every format say how long this picture is shown
+        moving.load()  # some formats give a frame's duration only now
         lasts += moving.info.get("duration", 0) / 1000
         _check_seconds(lasts, limits)
         if i in wanted:
@@ -205,7 +205,7 @@ def _shown(moving: Any, wanted: Sequence[int], limits: Limits) -> tuple[list[Ima
 
 
 def _film(source: Any, limits: Limits) -> Frames:
-    """MP4 and its like, through PyAV."""
+    """MP4 and the like, with PyAV."""
     try:
         import av
     except ImportError:
@@ -219,9 +219,9 @@ def _film(source: Any, limits: Limits) -> Frames:
             _check_size(film.streams.video[0].width, film.streams.video[0].height)
             _check_seconds(float(film.duration or 0) / av.time_base, limits)
             total, began, lasts = 0, None, 0.0  # seconds
-            for frame in film.decode(video=0):  # not every file knows how long it is
+            for frame in film.decode(video=0):  # not every file states its length
                 if frame.time is not None:
-                    began = frame.time if began is None else began  # clocks of broadcasts run on from film to film
+                    began = frame.time if began is None else began  # recordings of broadcasts do not start at 0
                     lasts = frame.time - began
                     _check_seconds(lasts, limits)
                 total += 1
@@ -231,8 +231,8 @@ def _film(source: Any, limits: Limits) -> Frames:
             wanted = spread(total, limits.frames_in(lasts + 1 / rate if rate else None))
             film.seek(0)
             taken = (frame for i, frame in enumerate(film.decode(video=0)) if i in wanted)
-            # A frame's own would have threads that live until the frame is collected as garbage; in a process that is
-            # forked before that they are not there, and collecting it waits for them.
+            # The reformatter of a frame has threads that live until the frame is garbage-collected; in a process forked
+            # before that, they do not exist, and collecting the frame would wait for them forever.
             colours = av.video.reformatter.VideoReformatter()
             shown = ((colours.reformat(frame, format="rgb24").to_image(), frame) for frame in taken)
             pictures = [_upright(scaled(picture, limits), frame) for picture, frame in shown]
@@ -242,7 +242,7 @@ def _film(source: Any, limits: Limits) -> Frames:
 
 
 def _upright(picture: Image, frame: Any) -> Image:
-    """A frame as it is to be shown. Phones write it as the camera was held, and a matrix that says how to turn it."""
+    """A frame in its display orientation. Phones store it as the camera was held, with a matrix for the rotation."""
     from PIL.Image import Transpose
 
     matrix = frame.side_data.get("DISPLAYMATRIX")
@@ -258,18 +258,18 @@ def _upright(picture: Image, frame: Any) -> Image:
 
 
 def spread(there: int, most: int) -> list[int]:
-    """At most `most` of the numbers below `there`, evenly spread, the first and the last among them."""
+    """At most `most` of the numbers below `there`, evenly spaced, including the first and the last."""
     if there <= most:
         return list(range(there))
     return [round(i * (there - 1) / max(most - 1, 1)) for i in range(most)]
 
 
 def resampled(samples: np.ndarray[Any, Any], rate: int, wanted: int) -> np.ndarray[Any, Any]:
-    """The same sound at another rate: its spectrum, cut off or continued with nothing.
+    """The audio at another rate, by truncating its spectrum or padding it with zeros.
 
     Args:
         samples: of shape (samples,).
-        rate: Hz, of `samples`; `wanted`: that of the result.
+        rate: the rate of `samples` in Hz; `wanted`: that of the result.
 
     Returns: float32 of shape (round(samples * wanted / rate),).
     """
@@ -286,7 +286,7 @@ def resampled(samples: np.ndarray[Any, Any], rate: int, wanted: int) -> np.ndarr
 
 
 def _opened(file: Any, row: Row, limits: Limits) -> Any:
-    """Something to read from: an open file, or its bytes."""
+    """A readable object with the contents of a file."""
     if isinstance(file, bytes):
         return io.BytesIO(file)
     if file.startswith("data:"):
@@ -305,7 +305,8 @@ def _opened(file: Any, row: Row, limits: Limits) -> Any:
 
 
 def located(file: str, row: Row, limits: Limits) -> Path:
-    """Where the file lies, links followed. Raises Problem for an address of a network, and outside of the root."""
+    """The path of the file, with links resolved. Raises Problem for a network address, and for a path outside the
+    root."""
     if _is_address(file):
         raise Problem(
             "a network address, which is not fetched: download the file and give its path, or allow it with "
@@ -315,10 +316,10 @@ def located(file: str, row: Row, limits: Limits) -> Path:
     try:
         path = (root / Path(file.removeprefix("file://")).expanduser()).resolve()
         there = _is_there(path)
-        if not there and file.startswith("file://"):  # an address proper has its spaces and the like as %20
+        if not there and file.startswith("file://"):  # a proper URL has spaces and the like as %20
             path = (root / unquote(file.removeprefix("file://").removeprefix("localhost"))).resolve()
             there = _is_there(path)
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name too long, no such user
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, too long a name, an unknown user
         raise Problem(f"not a file path: {_reason(error)}") from None
     if not path.is_relative_to(root.resolve()):
         raise Problem(f"it is outside {root.resolve()}; --media-root names the folder that files may be in")
@@ -328,7 +329,7 @@ def located(file: str, row: Row, limits: Limits) -> Path:
 
 
 def _is_there(path: Path) -> bool:
-    """As `path.exists()`, which since Python 3.14 keeps what else is wrong with a path to itself."""
+    """Like `path.exists()`, which since Python 3.14 hides other errors of a path."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -337,16 +338,16 @@ def _is_there(path: Path) -> bool:
 
 
 def identity(file: Any, row: Row, limits: Limits) -> Any:
-    """What tells a file of a row from others: where it lies, or what holds it."""
-    if isinstance(file, list):  # a video's pictures
+    """What identifies a file of a row: its path, or the value that contains it."""
+    if isinstance(file, list):  # the images of a video
         return [identity(one, row, limits) for one in file]
     return str(located(file, row, limits)) if _is_path(file) else file
 
 
 def state_of(file: Any, row: Row, limits: Limits) -> Any:
-    """Where a file of a row lies, its bytes and when it was written; None where it has no path, as its row holds it or
-    names an address. Raises Problem where it is not there, or may not be fetched."""
-    if isinstance(file, list):  # a video's pictures
+    """A file's path, size and modification time; None if it has no path, because its row contains it or names an
+    address. Raises Problem if it is missing, or must not be fetched."""
+    if isinstance(file, list):  # the images of a video
         return [state_of(one, row, limits) for one in file]
     if not _is_path(file) and not (isinstance(file, str) and _is_address(file) and not limits.remote):
         return None
@@ -376,7 +377,7 @@ def _check_seconds(seconds: float, limits: Limits) -> None:
 def _soundfile() -> Any:
     try:
         import soundfile
-    except (ImportError, OSError):  # the wheel brings libsndfile; a source build may lack it
+    except (ImportError, OSError):  # the wheel contains libsndfile; a source build may lack it
         raise Problem("audio needs the package soundfile: pip install 'shardproof[media]'") from None
     return soundfile
 

@@ -21,13 +21,13 @@ SMALLER = "make files smaller (--max-pixels, --max-frames): a row with files is 
 
 
 class MediaRows(Sequence[dict[str, Any]]):
-    """Rows that were encoded once. An element has `input_ids`, `labels` and the `row` itself, whose files are read when
-    a batch is made.
+    """Rows after their first encoding. An element has `input_ids`, `labels` and the `row` itself, whose files are read
+    when a batch is made.
 
     Attributes:
         encoded: their token ids and labels, a dataset.
-        report: what became of the rows.
-        places: where they stand.
+        report: counts of rows kept and left out.
+        places: their files and lines.
     """
 
     def __init__(self, rows: Rows, numbers: array[int], encoded: Any, report: EncodeReport, places: Places) -> None:
@@ -35,7 +35,7 @@ class MediaRows(Sequence[dict[str, Any]]):
 
     @staticmethod
     def of(rows: Rows, encoded: Any) -> MediaRows:
-        """Those that were encoded to this dataset, which knows the `numbers` of its rows."""
+        """The rows that were encoded to this dataset, which has their `numbers`."""
         return MediaRows(rows, encoded.numbers, encoded, encoded.report, encoded.places)
 
     def __len__(self) -> int:
@@ -46,12 +46,12 @@ class MediaRows(Sequence[dict[str, Any]]):
 
     @property
     def rows(self) -> Iterator[Row]:
-        """As they were read."""
+        """The rows as they were read."""
         return (self._rows[number] for number in self._numbers)
 
     def few(self, count: int) -> list[list[dict[str, Any]]]:
-        """The `count` shortest rows, first among them one with files, if there are any; and so many without files,
-        which a model may give its decoder in another way."""
+        """The `count` shortest rows, those with files first; and, if there are both kinds, `count` without files, which
+        a model may pass to its decoder in another way."""
         lengths = [len(ids) for ids in self.encoded.data.column("input_ids")]
         seen = [has_files(row.messages) for row in self.rows]
         first = sorted(range(len(seen)), key=lambda number: (not seen[number], lengths[number]))
@@ -71,21 +71,22 @@ def encode_media_rows(
     speaks: bool = False,
     cache: RowCache | None = None,
 ) -> MediaRows:
-    """Check every row and its files, and find out what is learnt. See [Note: twice].
+    """Check every row and its files, and find the labels. See [Note: twice].
 
     Args:
-        rows: what `read_rows` gave. Those that cannot be used join its `skipped`.
+        rows: the result of `read_rows`. Rows that cannot be used are added to its `skipped`.
         encoder: of the model.
-        max_length: tokens, those of files among them; None for no limit.
-        truncation: of longer rows. One with files is never cut, it is left out.
+        max_length: in tokens, including those of files; None for no limit.
+        truncation: what happens to longer rows. A row with files is never cut, but left out.
         bad_rows: as for `read_rows`.
-        workers: processes that read and encode; 0 does it in this one.
-        speaks: whether spoken answers are learnt. One whose words were cut would be spoken whole, so it is left out.
-        cache: what earlier runs encoded, of the same encoder; what they did not is added.
+        workers: number of processes that read and encode; 0 uses this process.
+        speaks: whether spoken answers are learned. A row whose answer was cut still has all of its speech, so it is
+            left out.
+        cache: the encodings of earlier runs with the same encoder; new ones are added.
 
     Raises:
-        ConfigError: what the model's processor does to rows cannot be followed.
-        DataError: files cannot be used; a row is too long and may not be; no row is left.
+        ConfigError: the changes of the model's processor to texts cannot be traced.
+        DataError: files cannot be used; a row is too long and `truncation` is `raise`; no row is left.
     """
     checked_length(max_length)
     report, columns, numbers, cut = EncodeReport(), Columns(), array("q"), array("q")
@@ -114,7 +115,7 @@ def encode_media_rows(
 
 
 def _walk(rows: Rows, encoder: MediaEncoder, workers: int, cache: RowCache | None) -> Iterator[Any]:
-    """For each row its ids and labels, or why it cannot be used."""
+    """The ids and labels of each row, or why it cannot be used."""
 
     def encoded(number: int) -> tuple[int | None, Any]:
         row = rows[number]

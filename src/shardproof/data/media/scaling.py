@@ -1,4 +1,4 @@
-"""Pictures of more pixels, or tokens, than a model is to get, made smaller."""
+"""Scales down images that exceed the limits in pixels or tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shardproof.data.media.limits import Limits
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_FULL_SIZE = "full size"  # what a picture is told under this name it is told by us, whatever its file says
+_FULL_SIZE = "full size"  # key in an image's info; ours overrides one from its file
 
 
 def scaled(picture: Image, limits: Limits) -> Image:
-    """The picture, its proportions kept, of no more pixels or tokens than the limits say."""
+    """The image scaled to the limits for pixels or tokens, keeping its proportions."""
     width, height = full = picture.size
     if (most := limits.max_pixels) is not None and width * height > most:
         scale = math.sqrt(most / (width * height))
@@ -26,7 +26,8 @@ def scaled(picture: Image, limits: Limits) -> Image:
 
 
 def _of_tokens(picture: Image, most: int, limits: Limits) -> Image:
-    """The picture as whole squares, where a processor would make more of it, which rounds to whole ones."""
+    """The image resized to whole squares if a processor, which rounds to whole squares, would make more than `most`
+    tokens of it."""
     (width, height), side = picture.size, limits.token_side
     if _tokens(width, height, limits) <= most:
         return picture
@@ -37,7 +38,7 @@ def _of_tokens(picture: Image, most: int, limits: Limits) -> Image:
 
 
 def _tokens(width: int, height: int, limits: Limits) -> int:
-    """What a processor makes of a picture of this size: of one that is smaller than it wants, these at least."""
+    """The number of tokens for an image of this size, which a processor scales up to at least `fewest_tokens`."""
     side, fewest = limits.token_side, limits.fewest_tokens
     found = round(width / side) * round(height / side)
     if found >= fewest:
@@ -47,6 +48,6 @@ def _tokens(width: int, height: int, limits: Limits) -> int:
 
 
 def full_size(picture: Image) -> tuple[int, int]:
-    """Width and height of a picture before it was scaled down."""
+    """The width and height of an image before it was scaled down."""
     size: tuple[int, int] = picture.info.get(_FULL_SIZE, picture.size)
     return size

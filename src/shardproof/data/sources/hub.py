@@ -1,4 +1,4 @@
-"""Datasets of a hub: fetched and kept by its client and by `datasets`, read here as any other table."""
+"""Datasets from a hub: fetched and cached by its client and by `datasets`, read here like any other table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAME = re.compile(
 
 
 class HubName(NamedTuple):
-    """`OWNER/NAME:SUBSET@SPLIT@REVISION`; subset, split and revision (a branch, tag or commit) may be missing."""
+    """`OWNER/NAME:SUBSET@SPLIT@REVISION`; subset, split and revision (a branch, tag or commit) are optional."""
 
     owner: str
     name: str
@@ -34,20 +34,20 @@ class HubName(NamedTuple):
     modelscope: bool = False
 
     def fetched(self) -> str:
-        """What `datasets` is to load: the name, or the folder to which ModelScope's client has fetched it."""
+        """The argument for `datasets`: the name, or the folder that ModelScope's client has fetched it to."""
         whole = f"{self.owner}/{self.name}"
         return str(modelscope.fetch("dataset", whole, self.revision)) if self.modelscope else whole
 
     @property
     def state(self) -> str | None:
-        """The revision that `datasets` is to ask for."""
+        """The revision to request through `datasets`."""
         return None if self.modelscope else self.revision
 
 
 def hub_name(text: str) -> HubName | None:
-    """What `text` names on the hub, or None where it is a file, or means one that is missing: a folder of the owner's
-    name is here, or it ends as files do. `HF::` or `MS::` (ModelScope's) in front, as in ms-swift, says of which hub it
-    is in any case."""
+    """The hub dataset that `text` names, or None if it is a file, or seems to mean a missing one: a folder with the
+    owner's name exists, or it ends like a file name. The prefixes `HF::` and `MS::` (ModelScope), as in ms-swift,
+    always select a hub."""
     found = _NAME.fullmatch(text)
     if found is None:
         return None
@@ -59,13 +59,14 @@ def hub_name(text: str) -> HubName | None:
 
 
 def cache(variable: str, folder: str) -> Path:
-    """A cache of the hub on this machine, by the variables that its libraries read: one of its own, or a home."""
+    """A cache folder of the hub on this machine, from the environment variables that its libraries read: its own, or
+    one for their home."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(os.environ.get(variable) or Path(home) / folder).expanduser()
 
 
 def is_cached(of: HubName) -> bool:
-    """Whether the cache of `datasets` has something of it."""
+    """Whether the cache of `datasets` has anything of this dataset."""
     return (cache("HF_DATASETS_CACHE", "datasets") / f"{of.owner}___{of.name}".lower()).exists()
 
 
@@ -74,7 +75,7 @@ def no_datasets(name: str) -> DataError:
 
 
 def not_given(name: str, error: Exception) -> DataError:
-    """What to say where the hub gives no dataset."""
+    """The error for when the hub has no dataset to give."""
     reason = " ".join(str(error).split())[:400] or type(error).__name__
     return DataError(
         f"There is no file {name}, and no such dataset on the hub: {reason}\nName a file, or OWNER/NAME; "
@@ -84,7 +85,7 @@ def not_given(name: str, error: Exception) -> DataError:
 
 
 class HubSource(TableSource):
-    """One split of a dataset of the hub, as Arrow's columns on the disk. The line is the number of the row."""
+    """One split of a dataset from the hub, as Arrow columns on disk. The line is the number of the row."""
 
     def __init__(self, name: str, of: HubName, columns: dict[str, str]) -> None:
         self.name, self.columns, self._of = name, columns, of
@@ -96,23 +97,22 @@ class HubSource(TableSource):
             log.warning("fetching %s/%s from the hub", of.owner, of.name)
         try:
             read = datasets.load_dataset(of.fetched(), of.subset, split=of.split, revision=of.state)
-        except Exception as error:  # of datasets, of the hub's client, of the network ...
+        except Exception as error:  # from datasets, the hub's client, the network ...
             raise not_given(name, error) from None
-        datasets.disable_progress_bars()  # what comes now is short
+        datasets.disable_progress_bars()  # the remaining work is short
         self._data, self._table = read.data, read.data.table
 
     def record(self, number: int) -> tuple[int, Any]:
-        record = self._data.fast_slice(number, 1).to_pylist()[0]  # of many pieces, it knows which
+        record = self._data.fast_slice(number, 1).to_pylist()[0]  # finds the right chunk fast
         return number + 1, as_called(record, self.columns)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process reads it from the cache, or on another machine from the hub."""
+        """Another process reads it from the cache, or, on another machine, from the hub."""
         return HubSource, (self.name, self._of, self.columns)
 
 
 def silence_of(url: str, patience: float) -> str | None:
-    """Why nothing answers at `url`, or None where something does, whatever it answers. Takes `patience` seconds at
-    most."""
+    """Why nothing answers at `url`, or None if anything does, whatever the answer. Takes at most `patience` seconds."""
     said: list[str | None] = [f"no answer in {patience:g} s"]
 
     def ask() -> None:
@@ -123,10 +123,10 @@ def silence_of(url: str, patience: float) -> str | None:
             said[0] = None
         except (OSError, ValueError) as error:
             cause = getattr(error, "reason", error)
-            # Somebody is there, with a certificate that the libraries may know by other means.
+            # A server answers, with a certificate that the libraries may accept by other means.
             said[0] = None if isinstance(cause, ssl.SSLError) else str(getattr(cause, "strerror", None) or cause)
 
-    thread = Thread(target=ask, daemon=True)  # a timeout does not end the look-up of a name
+    thread = Thread(target=ask, daemon=True)  # a timeout does not interrupt a DNS lookup
     thread.start()
     thread.join(patience)
     return said[0]

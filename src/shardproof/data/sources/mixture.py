@@ -1,4 +1,4 @@
-"""Several datasets as one, in which each has a share of the rows."""
+"""Several datasets mixed into one, each with a share of the rows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ T = TypeVar("T")
 
 
 class Mixture(NamedTuple):
-    """Of each dataset its share, and when an epoch ends: when one dataset has no more rows, or when each has been
-    through, for which those that are through begin anew."""
+    """The share of each dataset, and when an epoch ends: when one dataset has no more rows, or when all have been read,
+    with those that end earlier starting over."""
 
     shares: tuple[float, ...]
     stopping: Stopping = "first_exhausted"
 
 
 def mixed(parts: Sequence[Sequence[T]], mixture: Mixture, seed: int) -> list[T]:
-    """The rows of an epoch. Each part is shuffled first: what is left out of one is not its end."""
+    """The rows of an epoch. Each part is shuffled first, so that the rows left out are not always those at its end."""
     import datasets
 
     rows = [row for part in parts for row in part]
@@ -31,4 +31,4 @@ def mixed(parts: Sequence[Sequence[T]], mixture: Mixture, seed: int) -> list[T]:
     found = datasets.interleave_datasets(
         tables, probabilities=list(mixture.shares), seed=seed, stopping_strategy=mixture.stopping
     )
-    return [rows[i] for i in found[:]["row"]]  # at once: row by row takes ten times as long
+    return [rows[i] for i in found[:]["row"]]  # all at once: row by row takes ten times as long

@@ -1,4 +1,4 @@
-"""ModelScope's hub: models and datasets that are named `MS::OWNER/NAME`, fetched and kept by its own client."""
+"""ModelScope's hub: models and datasets named `MS::OWNER/NAME`, fetched and cached by its own client."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Literal
 from shardproof.errors import ConfigError
 
 PREFIX = "MS::"
-PATIENCE = 4.0  # seconds the hub has to answer
+PATIENCE = 4.0  # seconds to wait for the hub to answer
 
-# Files of a model that transformers does not read, and those that hold weights.
+# Files of a model that transformers does not read, and those with weights.
 OTHER_FORMATS = ("*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.ot", "*.tflite", "original/*")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
 def named(text: str) -> str | None:
-    """`OWNER/NAME` of what ModelScope's hub shall give, None of anything else."""
+    """The `OWNER/NAME` of a model or dataset on ModelScope's hub, None for any other name."""
     return text[len(PREFIX) :] if text[: len(PREFIX)].upper() == PREFIX else None
 
 
 def endpoint() -> str:
-    """Where the hub is, by the variables that its client reads."""
+    """The hub's URL, from the environment variables that its client reads."""
     said = os.environ.get("MODELSCOPE_ENDPOINT") or os.environ.get("MODELSCOPE_DOMAIN") or "modelscope.cn"
     return said if "://" in said else f"https://{said}"
 
 
 def fetch(kind: Literal["model", "dataset"], name: str, revision: str | None = None, weights: bool = True) -> Path:
-    """The folder of a copy on this machine, brought up to date where the hub answers.
+    """The folder of a local copy, updated if the hub answers.
 
     Raises:
-        ConfigError: there is none, or the client of the hub is missing.
+        ConfigError: there is no copy, or the hub's client is not installed.
     """
     from shardproof.data.sources.hub import silence_of
 
@@ -44,7 +44,7 @@ def fetch(kind: Literal["model", "dataset"], name: str, revision: str | None = N
         raise ConfigError(
             f"{PREFIX}{name}: ModelScope's hub needs its client: pip install 'shardproof[modelscope]'."
         ) from None
-    logging.getLogger("modelscope_hub").setLevel(logging.WARNING)  # its progress bars say what it does
+    logging.getLogger("modelscope_hub").setLevel(logging.WARNING)  # its progress bars are enough
     silent = silence_of(endpoint(), PATIENCE)
     left_out = [] if kind == "dataset" else [*OTHER_FORMATS, *(() if weights else WEIGHTS)]
     try:
@@ -57,7 +57,7 @@ def fetch(kind: Literal["model", "dataset"], name: str, revision: str | None = N
                 local_files_only=silent is not None,
             )
         )
-    except Exception as error:  # of the hub, of the network, of the disk
+    except Exception as error:  # from the hub, the network, the disk
         if silent is not None:
             raise ConfigError(
                 f"There is no copy of the {kind} {PREFIX}{name} on this machine, and ModelScope's hub {endpoint()} "

@@ -1,4 +1,4 @@
-"""Where rows stand, kept for each of them."""
+"""The files and lines of rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Places:
-    """Where rows stand, as `FILE:LINE`, in a few bytes each."""
+    """The places of rows, as `FILE:LINE`, in a few bytes each."""
 
     def __init__(self) -> None:
         self._sources: dict[str, int] = {}
@@ -19,7 +19,7 @@ class Places:
 
     @staticmethod
     def of(sources: Sequence[str], numbers: Any, lines: Any) -> Places:
-        """Those of rows whose sources have these numbers; `numbers` and `lines` are arrays of NumPy."""
+        """The places of rows from sources with these numbers; `numbers` and `lines` are NumPy arrays."""
         made = Places()
         made._sources = {name: number for number, name in enumerate(sources)}
         made._source = array("i", numbers.astype("int32").tobytes())
@@ -27,7 +27,7 @@ class Places:
         return made
 
     def extend(self, other: Places) -> None:
-        """Put those behind these."""
+        """Append the places of `other`."""
         known = [self._sources.setdefault(name, len(self._sources)) for name in other._sources]
         self._source.extend(known[number] for number in other._source)
         self._line.extend(other._line)
@@ -43,7 +43,7 @@ class Places:
         return f"{list(self._sources)[self._source[index]]}:{self._line[index]}"
 
     def within(self, index: int) -> list[str]:
-        """Of all that is learnt at once."""
+        """The places of all rows at this index: one, as nothing is packed."""
         return [self[index]]
 
     def by_source(self) -> dict[str, list[int]]:
@@ -54,7 +54,7 @@ class Places:
         return {name: numbers for name, numbers in zip(self._sources, found, strict=True) if numbers}
 
     def in_order(self, numbers: Sequence[int]) -> Places:
-        """Those of rows in another order."""
+        """The places in another order."""
         made = Places()
         made._sources = self._sources
         made._source, made._line = (array(a.typecode, (a[n] for n in numbers)) for a in (self._source, self._line))

@@ -1,6 +1,6 @@
-"""Sources that are read from any place on, and never kept: what a stream is read from.
+"""Sources that can be read from any place on, without keeping records: for streaming.
 
-A place is plain values (numbers, texts, lists and dicts of them), so that it can be written down in a checkpoint.
+A place consists of plain values (numbers, strings, and lists and dicts of these), so that a checkpoint can store it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from shardproof.errors import DataError, ShardproofError
 
 
 class Reading(Protocol):
-    """Records from some place on: of each its line, and its content (a `BadRecord` where it cannot be parsed)."""
+    """Records from some place on, each with its line and its content (a `BadRecord` if it cannot be parsed)."""
 
     def __iter__(self) -> Iterator[tuple[int, Any]]: ...
     def at(self) -> Any:
-        """Where the record behind the last one begins."""
+        """Where the record after the last one begins."""
 
 
 class Streamed(Protocol):
-    """What can be read from any place on; None is its beginning."""
+    """A source that can be read from any place on; None is the beginning."""
 
     name: str
     columns: dict[str, str]
@@ -43,10 +43,10 @@ class Streamed(Protocol):
 
 
 def open_stream(name: str, columns: dict[str, str]) -> Streamed:
-    """The source of that name.
+    """The source with this name.
 
     Raises:
-        DataError: as for `open_source`; and for a JSON list, which has no place to begin at.
+        DataError: as for `open_source`; and for a JSON list, which cannot be read from a place on.
     """
     kinds = KINDS | {".jsonl": _json, ".ndjson": _json, ".json": _json, ".csv": Table, ".tsv": Table}
     found: Streamed = open_source(name, columns, kinds | {".parquet": Parquet}, HubStream, Embedded)  # type: ignore[assignment]
@@ -54,14 +54,14 @@ def open_stream(name: str, columns: dict[str, str]) -> Streamed:
 
 
 class Lines(JsonLinesSource):
-    """JSON Lines. A place is a number of bytes and one of lines."""
+    """JSON Lines. A place is a byte offset and a line number."""
 
     def reading(self, at: Any = None) -> Reading:
         return _Lines(self._path, *(at or (0, 0)))
 
 
 def _opened(path: Path, offset: int) -> BinaryIO:
-    """A file, from where a line begins."""
+    """A file, opened at the beginning of a line."""
     file = path.open("rb")
     file.seek(max(0, offset - 1))
     if offset and file.read(1) != b"\n" and offset != path.stat().st_size:
@@ -97,7 +97,7 @@ def _json(name: str, path: Path, columns: dict[str, str]) -> Lines:
 
 
 class Table(CsvSource):
-    """CSV and TSV. A place is a number of bytes and one of lines."""
+    """CSV and TSV. A place is a byte offset and a line number."""
 
     def reading(self, at: Any = None) -> Reading:
         return _Table(self, self._path, *(at or (self._start, self._start_line)))
@@ -125,7 +125,7 @@ class _Table:
 
 
 class Parquet:
-    """A Parquet file, of which a group of rows is in memory. A place is the number of a row."""
+    """A Parquet file, with one row group in memory. A place is a row number."""
 
     def __init__(self, name: str, path: Path, columns: dict[str, str]) -> None:
         self.name, self.columns, self._path = name, columns, path
@@ -143,7 +143,7 @@ class Parquet:
 
 
 class _Parquet:
-    BATCH = 256  # rows that become Python objects at once
+    BATCH = 256  # rows converted to Python objects at a time
 
     def __init__(self, path: Path, columns: dict[str, str], row: int) -> None:
         self._path, self._columns, self._row = path, columns, row
@@ -169,7 +169,7 @@ class _Parquet:
 
 
 class Embedded(StdlibSource):
-    """The embedded rows. A place is the number of a row."""
+    """The embedded rows. A place is a row number."""
 
     def reading(self, at: Any = None) -> Reading:
         return _Embedded(self, at or 0, len(self._rows))
@@ -189,7 +189,8 @@ class _Embedded:
 
 
 class HubStream:
-    """One split of a dataset of the hub, fetched as it is read. A place is what `datasets` says of it, and a row."""
+    """One split of a dataset from the hub, fetched as it is read. A place is the state of `datasets`, and a row
+    number."""
 
     def __init__(self, name: str, of: HubName, columns: dict[str, str]) -> None:
         self.name, self.columns, self._of = name, columns, of
@@ -230,7 +231,7 @@ class _Hub:
         while True:
             try:
                 record = next(rows, None)
-            except Exception as error:  # the network, after the tries that datasets makes
+            except Exception as error:  # the network, after the retries of datasets
                 reason = " ".join(str(error).split())[:400] or type(error).__name__
                 raise DataError(f"{self._name}: the hub does not return row {self._row + 1}: {reason}") from None
             if record is None:

@@ -1,4 +1,4 @@
-"""Sources of rows that were read before."""
+"""Sources of rows that were read and checked before."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from shardproof.data.rows import Row
 
 
-SAID = "cached.json"  # in a folder of encoded rows
+SAID = "cached.json"  # the metadata file in a folder of encoded rows
 
 
 class RowSource:
-    """A source whose records are rows already, each with the checksum of the record that it was: see cached.py."""
+    """A source whose records are already rows, each with the checksum of its original record: see cached.py."""
 
     name: str
     columns: dict[str, str]
@@ -22,11 +22,11 @@ class RowSource:
         raise NotImplementedError
 
     def records(self) -> Iterator[tuple[int, int, Any]]:
-        """As of any source."""
+        """As for any source."""
         raise NotImplementedError
 
     def record(self, number: int) -> tuple[int, Any]:
-        """As of any source."""
+        """As for any source."""
         raise NotImplementedError
 
     def row(self, number: int) -> Row:
@@ -34,7 +34,7 @@ class RowSource:
         raise NotImplementedError
 
     def place(self, number: int) -> tuple[str, int]:
-        """The file that one of its rows came from, and the line there."""
+        """The original file and line of one of its rows."""
         raise NotImplementedError
 
     def checksum(self, number: int) -> int:

@@ -1,8 +1,8 @@
-"""Where records come from: a file of one of the known kinds, a dataset of the hub, or the embedded rows.
+"""Where records come from: a file of a known kind, a dataset from the hub, or the embedded rows.
 
-A source walks once over its file and afterwards finds any record again without keeping it: lines of JSON and CSV by
-their place in the file, Parquet through Arrow. A `.json` file with one big list has to be in memory as a whole, and so
-has a Parquet file, as Arrow's columns.
+A source reads its file once and afterwards finds any record again without keeping it: lines of JSON and CSV by their
+file offset, Parquet through Arrow. A `.json` file with one big list has to be kept in memory in full, and so does a
+Parquet file, as Arrow columns.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from shardproof.errors import DataError
 csv.field_size_limit(2**31 - 1)
 
 BOM = b"\xef\xbb\xbf"
-_SUBSETS = re.compile(r"((?:\w\w::)?[\w.-]+/[\w.-]+):([\w.-]+(?:/[\w.-]+)+)")  # as ms-swift names them
-CALLED = ("tools", "tool_calls")  # fields in which each row has names of its own
-OPEN = 64  # files that stay open to be read from: a process may hold some hundred, and a dataset may be thousands
+_SUBSETS = re.compile(r"((?:\w\w::)?[\w.-]+/[\w.-]+):([\w.-]+(?:/[\w.-]+)+)")  # ms-swift's notation
+CALLED = ("tools", "tool_calls")  # fields whose inner names differ from row to row
+OPEN = 64  # files kept open: a process may have a few hundred, a dataset thousands
 _open: deque[BinaryIO] = deque()
 
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """What stands where a record should be."""
+    """A record that cannot be parsed."""
 
     problem: str
 
 
 class Source(Protocol):
-    """A sequence of records that can be walked once and then asked for any of them by number."""
+    """A sequence of records that can be iterated over, after which any of them can be accessed by number."""
 
     name: str
     columns: dict[str, str]
 
     def records(self) -> Iterator[tuple[int, int, Any]]:
-        """Number, line and content of every record; content is a `BadRecord` where it cannot be parsed."""
+        """Number, line and content of every record; the content is a `BadRecord` if it cannot be parsed."""
 
     def record(self, number: int) -> tuple[int, Any]:
-        """Line and content of a record that `records` gave."""
+        """Line and content of a record from `records`."""
 
 
 def open_source(
@@ -59,7 +59,7 @@ def open_source(
     of_hub: Callable[..., Any] | None = None,
     embedded: Callable[..., Any] | None = None,
 ) -> Source:
-    """The source of that name; of what kind by its ending, of the hub or embedded is ours unless it is said.
+    """The source with this name. A file's extension selects the class; the other arguments replace our classes.
 
     Raises:
         DataError: there is no such file, it is a folder or empty, its extension is unknown or it cannot be read.
@@ -99,7 +99,7 @@ def open_source(
 
 
 def identity(source: Source) -> tuple[type, Path]:
-    """What a source is, whatever name it has: sources of one identity have the same records."""
+    """The identity of a source, whatever its name: sources with the same identity have the same records."""
     return type(source), Path(source.name).expanduser().resolve()
 
 
@@ -116,7 +116,7 @@ def _hint(path: Path) -> str:
 
 
 class JsonLinesSource:
-    """One JSON value a line. Blank lines count but are no records."""
+    """One JSON value per line. Blank lines count as lines but not as records."""
 
     def __init__(self, name: str, path: Path, columns: dict[str, str]) -> None:
         self.name, self.columns, self._path = name, columns, path
@@ -136,7 +136,7 @@ class JsonLinesSource:
                 offset += len(raw)
 
     def record(self, number: int) -> tuple[int, Any]:
-        # Forks share where in an open file they are.
+        # Forked processes share the position in an open file.
         if self._file is None or self._file.closed or self._opened_by != os.getpid():
             self._file, self._opened_by = self._path.open("rb"), os.getpid()
             _open.append(self._file)
@@ -150,14 +150,14 @@ class JsonLinesSource:
 
 
 def json_source(name: str, path: Path, columns: dict[str, str]) -> Source:
-    """One list of records, or JSON Lines, whatever the name says: the first character tells."""
+    """A JSON list of records, or JSON Lines, whatever the extension: the first character decides."""
     with path.open("rb") as file:
         first = next(stripped[:1] for line in file if (stripped := line.removeprefix(BOM).strip()))
     return (JsonListSource if first == b"[" else JsonLinesSource)(name, path, columns)
 
 
 class JsonListSource:
-    """One JSON list with a record in each place, wherever its lines break."""
+    """One JSON list with a record in each place, however it is split into lines."""
 
     def __init__(self, name: str, path: Path, columns: dict[str, str]) -> None:
         self.name, self.columns = name, columns
@@ -198,7 +198,7 @@ class JsonListSource:
                 return
             self._records.append((line(begin), value))
             yield len(self._records) - 1, line(begin), value
-        if (at := skip(at + 1)) < len(text):  # such as another list, where files were joined
+        if (at := skip(at + 1)) < len(text):  # such as another list, if files were concatenated
             problem = BadRecord("not JSON: the list has ended; the text after it was not read")
             yield len(self._records), line(at), problem
 
@@ -253,18 +253,18 @@ class CsvSource:
             return None
         if len(values) != len(self._header) and values:
             return BadRecord(f"{len(values)} values for the {len(self._header)} columns of the header")
-        # An empty cell of a table is a field that the row does not have.
+        # An empty cell of a table means that the row does not have the field.
         return {key: value if value != "" else None for key, value in zip(self._header, values, strict=False)}
 
 
 def _told(error: Exception) -> str:
-    if "new-line character" in str(error):  # Python's words are about an argument of open()
+    if "new-line character" in str(error):  # Python's message is about an argument of open()
         return r"a carriage return (\r) ends a line without a newline (\n): rewrite the file with newlines"
     return str(error)
 
 
 class TextWalk:
-    """Lines of text that know where in the file the next one begins."""
+    """Lines of text, with the file offset where the next one begins."""
 
     def __init__(self, file: BinaryIO, offset: int = 0, line: int = 0) -> None:
         self._file, self.offset, self.line = file, offset, line
@@ -284,9 +284,9 @@ class TextWalk:
 
 
 class TableSource:
-    """Rows of a table of Arrow's. The line is the number of the row."""
+    """Rows of an Arrow table. The line is the row number."""
 
-    # In order, so many rows become Python objects at once, fewer where that would be so many bytes.
+    # Rows converted to Python objects at a time, limited by their size in bytes.
     BATCH, BATCH_BYTES = 1024, 1 << 24
 
     name: str
@@ -304,9 +304,9 @@ class TableSource:
 
 
 def as_called(record: Any, columns: Mapping[str, str]) -> Any:
-    """What a row of a table of Arrow's says of tools and calls of them, without what the table fills up: a column has
-    the same fields in all rows, so that a call of one tool has the arguments of all others, as nulls. `columns`: fields
-    that have other names in the table, and these."""
+    """A row of an Arrow table without the nulls that the table adds to tools and tool calls: a column has the same
+    fields in all rows, so a call of one tool has the arguments of all others, as nulls. `columns`: the names of fields
+    in the table, where they differ."""
     return _as_called(record, {*CALLED, *(columns[field] for field in CALLED if field in columns)})
 
 
@@ -315,7 +315,7 @@ def _as_called(value: Any, called: Collection[str]) -> Any:
         return [_as_called(one, called) for one in value] if value and isinstance(value[0], dict) else value
     if not isinstance(value, dict):
         return value
-    if value.get("type") == "tool_use":  # a call in Anthropic's form
+    if value.get("type") == "tool_use":  # a call in Anthropic's format
         called = {*called, "input"}
     return {key: _filled(one) if key in called else _as_called(one, called) for key, one in value.items()}
 
@@ -329,7 +329,7 @@ def _filled(value: Any) -> Any:
 
 
 class ParquetSource(TableSource):
-    """A Parquet file through pyarrow, which is what `datasets` reads it with."""
+    """A Parquet file read through pyarrow, as `datasets` does."""
 
     def __init__(self, name: str, path: Path, columns: dict[str, str]) -> None:
         try:
@@ -384,7 +384,7 @@ def _reason(error: Exception) -> str:
     return f"a number has more than {sys.get_int_max_str_digits()} digits"
 
 
-# What to do first with files that are not read.
+# How to convert files of kinds that cannot be read.
 FIRST = {
     ".txt": 'Of text, write a line {"text": ...} for each document.',
     ".gz": "Unpack it first: gunzip FILE.",

@@ -1,4 +1,4 @@
-"""Files that rows name by an address on a network. They are fetched where the user allows it, and never else."""
+"""Files that rows name by a network address. They are fetched only if the user allows it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ CHUNK = 1 << 16
 
 
 def fetched(address: str, most_bytes: int, seconds: float) -> bytes:
-    """What lies at an address.
+    """The contents of an address.
 
     Args:
-        address: http or https; so must be what a server sends us on to.
-        most_bytes: of the answer.
-        seconds: that the server may be silent, and that the content may take.
+        address: http or https; the same goes for redirects.
+        most_bytes: the maximum size of the answer.
+        seconds: how long the server may be silent, and how long the content may take.
 
     Raises:
-        Problem: there is no answer in time, it is an error, or it is too long; or the address is of another kind.
+        Problem: there is no answer in time, it is an error or too long; or the address has another scheme.
     """
     _check(address)
     request = Request(address, headers={"User-Agent": "shardproof", "Accept-Encoding": "identity"})
@@ -48,8 +48,8 @@ def fetched(address: str, most_bytes: int, seconds: float) -> bytes:
 
 
 def fetched_once(address: str, folder: Path, most_bytes: int, seconds: float) -> bytes:
-    """What lies at an address, from the folder that keeps it, or as `fetched`, to be kept there from now on. Several
-    processes may do so at once: a file in the folder is always whole."""
+    """The contents of an address from the cache folder, or, if missing, from `fetched`, which are then stored there.
+    Several processes may do so at once: a file in the folder is always complete."""
     path = folder / hashlib.sha256(address.encode()).hexdigest()
     try:
         if path.exists():
@@ -75,7 +75,7 @@ def _read(answer: Any, most: int, seconds: float) -> bytes:
     if told.isdecimal() and int(told) > most:
         raise Problem(_too_long(most))
     content = bytearray()
-    while piece := answer.read1(CHUNK):  # what has come, so that a server that drips is noticed
+    while piece := answer.read1(CHUNK):  # returns what has arrived, so that a very slow server is noticed
         content += piece
         if len(content) > most:
             raise Problem(_too_long(most))
@@ -87,7 +87,7 @@ def _read(answer: Any, most: int, seconds: float) -> bytes:
 
 
 class _Redirects(HTTPRedirectHandler):
-    """urllib would follow to ftp, too."""
+    """Refuses redirects to ftp, which urllib would follow."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         _check(newurl)

@@ -49,17 +49,17 @@ def stdlib_rows(limit: int | None = None) -> list[dict[str, str]]:
     """Rows of `query` and `response` from the documentation of the standard library.
 
     Args:
-        limit: at most so many rows, spread evenly over the library; all of them by default.
+        limit: the maximum number of rows, spread evenly over the library; all of them by default.
 
     Returns:
-        A few thousand rows, in the order of the modules' names; each answer stands once.
+        A few thousand rows, in the order of the modules' names; each answer appears once.
     """
-    # -I and -S: neither the user's environment nor what is installed has a say. See [Note: a fresh interpreter].
+    # -I and -S: ignore the user's environment and installed packages. See [Note: a fresh interpreter].
     command = [sys.executable, "-I", "-S", "-W", "ignore", __file__]
     try:
         made = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True).stdout
         rows: list[dict[str, str]] = json.loads(made)
-    except (OSError, ValueError, subprocess.CalledProcessError):  # no Python to start, as in a frozen program
+    except (OSError, ValueError, subprocess.CalledProcessError):  # no Python to run, as in a frozen program
         rows = collect()
     if limit is None or limit >= len(rows):
         return rows
@@ -81,7 +81,7 @@ def collect() -> list[dict[str, str]]:
 def _module_rows(name: str) -> Iterator[tuple[str, str]]:
     try:
         module = importlib.import_module(name)
-    except ImportError:  # built without it (sqlite3, ssl, lzma ...)
+    except ImportError:  # Python was built without it (sqlite3, ssl, lzma ...)
         return
     if answer := first_paragraph(module.__doc__):
         yield f"What is the Python module {name} for?", answer
@@ -119,7 +119,7 @@ def _public_members(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
         if isinstance(item, types.ModuleType) or not callable(item):
             continue
         home = getattr(item, "__module__", None) or module.__name__
-        # `os` shows what lives in posix, `json` what lives in json.decoder; what comes from elsewhere is not its own.
+        # `os` exposes members of posix, `json` those of json.decoder; members from other modules are not its own.
         if home.lstrip("_").split(".")[0] in {module.__name__.split(".")[0], "posix", "posixpath", "genericpath"}:
             yield label, item
 
@@ -134,14 +134,14 @@ def _call(item: Any, path: str) -> str | None:
         signature = str(inspect.signature(item))
     except (TypeError, ValueError):
         return None
-    # Defaults without a literal form show an address or a class: not the same on every machine.
+    # Defaults without a literal form show an address or a class, which differ between machines.
     if " at 0x" in signature or "<" in signature or len(signature) < 6:
         return None
     return f"{path}{signature}" if len(path) + len(signature) <= LONGEST else None
 
 
 def first_paragraph(doc: str | None) -> str | None:
-    """The first paragraph of a docstring on one line, without a leading call signature; None where it says nothing."""
+    """The first paragraph of a docstring on one line, without a leading call signature; None if it says nothing."""
     if not doc:
         return None
     for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(doc)):
