@@ -46,7 +46,7 @@ _PLUGINS = (
     "register_row_format",
 )
 
-_CHECKPOINT = {"save": "save", "load": "load", "newest_checkpoint": "newest"}  # and their names in the module
+_CHECKPOINT = {"save": "save", "load": "load", "newest_checkpoint": "newest"}  # public names, and those in the module
 
 __all__ = [
     "ChangedInPlaceError",

@@ -1,6 +1,6 @@
-"""The exceptions that reach users, and commands that their texts name.
+"""The exceptions that reach users, and helpers for their messages.
 
-This module imports nothing of ours, so that every room may use it."""
+This module imports nothing from shardproof, so that every package can use it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 class ShardproofError(Exception):
-    """Base of every error raised on purpose: its text says what happened, where, and what to do."""
+    """Base class of all errors raised on purpose: the message says what happened, where, and what to do."""
 
 
 class EngineError(ShardproofError):
@@ -26,7 +26,7 @@ class StaleWeightsError(ShardproofError, RuntimeError):
 
 
 class ChangedInPlaceError(ShardproofError, RuntimeError):
-    """A tensor that backward needs was changed in place since the forward pass kept it."""
+    """A tensor that backward needs was changed in place after the forward pass saved it."""
 
 
 class NonFiniteError(ShardproofError, RuntimeError):
@@ -34,7 +34,7 @@ class NonFiniteError(ShardproofError, RuntimeError):
 
 
 class DesyncError(ShardproofError, RuntimeError):
-    """The ranks do things that do not fit together, or one of them is gone."""
+    """The ranks' operations do not match, or one of the ranks is gone."""
 
 
 class ConfigError(ShardproofError):
@@ -42,19 +42,19 @@ class ConfigError(ShardproofError):
 
 
 class DataError(ShardproofError):
-    """A row of the data cannot be used; the text names file and line."""
+    """A row of the data cannot be used; the message names the file and line."""
 
 
 class CheckpointError(ShardproofError):
-    """A checkpoint cannot be written, is not complete or damaged, or does not fit."""
+    """A checkpoint cannot be written, is incomplete or damaged, or does not fit."""
 
 
 def exported(path: object, option: str = "--model") -> str:
-    """The command that makes a model of a run, a checkpoint or adapters, to be typed as it stands."""
+    """The command that exports a run, a checkpoint or adapters as a model, ready to be run as it is."""
     return f"shardproof export {shlex.quote(str(path))} FOLDER, then {option} FOLDER"
 
 
 def did_you_mean(given: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """At the end of a sentence that refuses a name: which of those that are known is near, or nothing."""
+    """A hint with the known name closest to a refused one, for the end of a message; or an empty string."""
     near = difflib.get_close_matches(given, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {near[0]}?" if near else ""

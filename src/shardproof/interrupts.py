@@ -1,9 +1,9 @@
 """Ctrl-C that no library can swallow, and the other signals that ask a command to end.
 
-[Note: what becomes of a KeyboardInterrupt]
-Python raises it wherever it is. Where that is below a library that takes any exception for an answer (torch takes a
-failed import of numpy for no numpy), it is gone, and a run that somebody wanted to stop begins. So it is
-remembered, and raised again before training begins. Where it is a finalizer, Python itself says so and goes on.
+[Note: what becomes of a KeyboardInterrupt] Python raises it wherever execution is. If a library there treats any
+exception as an answer (torch takes a failed import of numpy to mean that there is no numpy), the interrupt is lost, and
+a run that the user wanted to stop begins. So it is remembered, and raised again before training begins. In a finalizer,
+Python itself reports the exception and continues.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _heard: list[int] = []
 
 @contextmanager
 def remembered() -> Iterator[None]:
-    """Inside, SIGINT raises KeyboardInterrupt as it does anyway, and is remembered."""
+    """In this context, SIGINT raises KeyboardInterrupt as usual, and is also remembered."""
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # whoever calls us has a use for it
+        yield  # the caller handles SIGINT itself
         return
 
     def receive(number: int, frame: Any) -> None:
@@ -53,20 +53,20 @@ def interrupted() -> bool:
 
 
 def raise_again() -> None:
-    """Raise the KeyboardInterrupt that somebody has swallowed, if there was one."""
+    """Raise KeyboardInterrupt if one was swallowed."""
     if _heard:
         raise KeyboardInterrupt
 
 
 def asking_to_end() -> tuple[signal.Signals, ...]:
-    """The signals that do. A terminal that is closed sends SIGHUP, which `nohup` has a command ignore."""
+    """The signals that ask a command to end. A closed terminal sends SIGHUP, which is ignored under `nohup`."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return signal.SIGINT, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,))
 
 
 def left_to_rank(worker: int) -> None:
-    """Have a process that reads rows for a rank live through the first SIGTERM, which all processes may have been sent:
-    the rank takes its step to the end, and ends this process by another one. Not where the rank ends at once."""
+    """Make a process that reads rows for a rank survive the first SIGTERM, which may have been sent to all processes:
+    the rank finishes its step, and ends this process with another SIGTERM. Does nothing if the rank ends at once."""
 
     def receive(number: int, frame: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -76,7 +76,7 @@ def left_to_rank(worker: int) -> None:
 
 
 def without_terminal() -> None:
-    """Where the terminal is closed, have what is written to it go nowhere: it would raise an error."""
+    """If the terminal is closed, discard output to it, which would raise an error."""
     for place in (1, 2):
         try:
             os.write(place, b"")

@@ -115,7 +115,7 @@ def load(files: Sequence[str]) -> Plugins:
 
 
 def check_names(config: Any, plugins: Plugins) -> None:
-    """Raise ConfigError for a name in the options of a run that neither `plugins` nor we have."""
+    """Raise ConfigError for a name in the options of a run that is neither in `plugins` nor built in."""
     for kind, about in KINDS.items():
         if kind == "loss" and config.recipe != "sft":
             continue  # it is built into the task

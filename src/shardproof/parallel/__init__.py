@@ -1,1 +1,1 @@
-"""Cutting what is computed, beside the engine that cuts what is held."""
+"""Sharding of computation, in addition to the engine, which shards state."""

@@ -1,20 +1,20 @@
-"""Sequence parallel: the ranks of a group hold a part of each row, and meet in attention.
+"""Sequence parallelism: each rank of a group has a part of each row, and the ranks communicate in attention.
 
-Everything but attention looks at one token at a time, so a rank can do it for its part of a row. In attention each
-rank takes some heads instead, and the whole row: an all-to-all before it scatters heads and gathers the row, one after
-it turns back (Ulysses, https://arxiv.org/abs/2309.14509). Both hang in transformers' own register of attention
-functions; nothing is patched. Accelerate's `sp_size` does the same, but only on DeepSpeed's engine, whose groups and
-loss it takes.
+Everything but attention looks at one token at a time, so a rank can do it for its part of a row. In attention each rank
+instead takes some of the heads and the full row: an all-to-all before it scatters heads and gathers the row, and one
+after it does the reverse (Ulysses, https://arxiv.org/abs/2309.14509). Both are registered through transformers' own
+interface for attention functions; nothing is patched. Accelerate's `sp_size` does the same, but only with DeepSpeed,
+whose groups and loss it uses.
 
-A group's gradients need no care of their own: the loss of a rank is that of its part, divided by what all ranks learn,
-and the engine adds gradients over all ranks, whatever part of whichever row they come from.
+Gradients of a group need no special handling: a rank's loss is that of its part, divided by the number of tokens
+learned on all ranks, and the engine sums gradients over all ranks, whichever part of whichever row they come from.
 
-Which rows are packed into one is told by their positions. Masks are made of whole rows, so the ranks of a group keep
-the positions of these, too.
+Positions tell apart the rows packed into one. Masks are made for full rows, so the ranks of a group also keep the
+positions of full rows.
 
-A rank that waits in an all-to-all lends nothing to other groups, which may use other parts of the model (a tower). But
-the ranks of a group want the same of the engine, in the same order: what one of them has of another group by the time
-it waits, all of its group have, and come to it.
+A rank that waits in an all-to-all provides no parameters to other groups, which may use other parts of the model (a
+tower). But the ranks of a group ask the engine for the same things in the same order: whatever one of them has received
+from another group by the time it waits, its whole group has received, so all of them get to the all-to-all.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from shardproof.zero.comm.world import may_take_long
 from shardproof.zero.device import widest_float
 
 IGNORE = -100
-ATTENTIONS = "sdpa", "varlen"  # torch's: of all pairs of tokens, and of documents
+ATTENTIONS = "sdpa", "varlen"  # both from torch: over all pairs of tokens, and over documents
 NOT_OF_MODELS = (ShardproofError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 class SequenceParallel:
-    """A group of `size` neighbouring ranks that share each row, and the attention they meet in.
+    """A group of `size` neighbouring ranks that share each row, and the attention across them.
 
-    While it is entered (`with sequence:`), models given to `attach` take their inputs as parts of rows; outside they
-    are as they were, so that whoever generates meanwhile finds an ordinary model. Collective: every rank makes one.
+    While it is entered (`with sequence:`), models passed to `attach` take parts of rows as inputs; outside they work as
+    usual, so that generation sees an ordinary model. Collective: every rank creates one.
 
     Args:
-        size: ranks of a group. Divides the number of ranks.
-        device: type of the device that the ranks compute on.
+        size: the number of ranks in a group. Divides the number of all ranks.
+        device: the type of the ranks' devices.
 
     Attributes:
-        rank: of this one in its group, which is also the number of its part.
-        bytes_sent: to the others of its group, in attention, since it was made; of real steps and of trials.
-        inside: how many decoders run on parts of rows at the moment.
-        ends_padded: whether padding of their rows, if there is any, is on the right.
-        positions: of the tokens of whole rows (rows, length), where rows are packed; else None.
+        rank: this process's rank in its group, which is also the index of its part.
+        bytes_sent: bytes sent to the others of the group in attention since creation, in training steps and trials.
+        inside: the number of decoders currently running on parts of rows.
+        ends_padded: whether padding of the rows, if any, is on the right.
+        positions: the positions of the tokens of full rows (rows, length), if rows are packed; else None.
     """
 
     inside = 0
@@ -78,7 +78,7 @@ class SequenceParallel:
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """Inside, models take whole rows, as outside of it all: each rank has rows of its own to ask about."""
+        """A context in which models take full rows, as if `sequence` was not entered: each rank has its own rows."""
         depth, self._depth = self._depth, 0
         try:
             yield
@@ -90,10 +90,10 @@ class SequenceParallel:
         return self._depth > 0
 
     def attach(self, model: Any) -> None:
-        """Let the decoder of a transformers model, before adapters, attend over the group.
+        """Make the decoder of a transformers model (before adapters are added) attend across the group.
 
         Raises:
-            ConfigError: its attention is not torch's.
+            ConfigError: its attention implementation is not one of torch's.
         """
         from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -106,25 +106,26 @@ class SequenceParallel:
         decoder.set_attn_implementation(name)
 
     def part(self, whole: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        """Of (rows, length, ...) this rank's part. Rows are filled up where the group's size does not divide them."""
+        """This rank's part of a tensor (rows, length, ...). Rows are padded to a multiple of the group's size."""
         ends = [0, 0] * (whole.ndim - 2) + [0, -whole.shape[1] % self.size]
         return nn.functional.pad(whole, ends, value=fill).chunk(self.size, 1)[self.rank]
 
     def shifted(self, labels: torch.Tensor) -> torch.Tensor:
-        """What each token of this rank's part is to predict, across the cut, too: int64 of shape (rows, length / size,
-        rounded up), of `labels` of shape (rows, length)."""
+        """The next-token targets for this rank's part, also across the boundary between parts: int64 of shape (rows,
+        length / size, rounded up), from `labels` of shape (rows, length)."""
         return self.part(nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:], IGNORE).contiguous()
 
     def try_on(self, model: nn.Module, differences: Callable[[], Sequence[float]], device: Any) -> None:
-        """See that rows in parts are rows to a model. Collective: every rank calls it.
+        """Check that a model gives the same results for rows in parts. Collective: every rank calls it.
 
         Args:
-            differences: of what becomes of tokens and, if that is asked for, of the loss, to what they are in whole
-                rows, as multiples of what rounding may do.
-            device: of the model.
+            differences: returns the differences of the outputs for tokens and, if requested, of the loss, compared with
+                full rows, as multiples of the tolerance for rounding.
+            device: the model's device.
 
         Raises:
-            ConfigError: one of them is more on any rank, or cannot be found out on this one, which then waits for none.
+            ConfigError: a difference exceeds 1 on any rank, or cannot be computed on this one, which then does not wait
+                for the others.
         """
         name, off = type(model).__name__, torch.zeros(2, dtype=widest_float(device), device=device)
         try:
@@ -146,8 +147,8 @@ class SequenceParallel:
             )
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Whole rows (rows, length, ...) of the parts (rows, length / size, ...) of this group. Each rank's gradient of
-        them counts: a part's is the sum of what all ask of it."""
+        """Full rows (rows, length, ...) from the parts (rows, length / size, ...) of this group. Gradients of all ranks
+        count: the gradient of a part is the sum over the ranks."""
         whole: torch.Tensor = _Gather.apply(part, self)
         return whole
 
@@ -161,39 +162,39 @@ class SequenceParallel:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """transformers' signature, behind what attends in whole rows. Query, key and value: (rows, heads, part, size of
-        a head)."""
+        """An attention function with transformers' signature, after `attend`, which attends over full rows. Query, key
+        and value: (rows, heads, part, head size)."""
         if not self._depth:
             return attend(module, query, key, value, attention_mask, **kwargs)
-        kwargs.pop("position_ids", None)  # of this part; attention now sees the whole row
-        if key.shape[1] < self.size:  # each head of keys goes to several ranks
+        kwargs.pop("position_ids", None)  # positions of this part only; attention now sees the full row
+        if key.shape[1] < self.size:  # each key head goes to several ranks
             key, value = (x.repeat_interleave(self.size // x.shape[1], 1) for x in (key, value))
         query, key, value = (_AllToAll.apply(x, 1, 2, self) for x in (query, key, value))
-        if (sinks := kwargs.get("s_aux")) is not None:  # a score of each head
+        if (sinks := kwargs.get("s_aux")) is not None:  # one score per head
             kwargs["s_aux"] = sinks.chunk(self.size)[self.rank]
         here = _Here(module, query.shape[1] // key.shape[1])
-        out, _ = attend(here, query, key, value, attention_mask, **kwargs)  # (rows, length, heads here, size of a head)
+        out, _ = attend(here, query, key, value, attention_mask, **kwargs)  # (rows, length, heads here, head size)
         return _AllToAll.apply(out, 1, 2, self), None
 
     def _mask(
         self, make: Callable[..., Any], *, q_length: int, kv_length: int, attention_mask: Any = None, **kwargs: Any
     ) -> Any:
-        """transformers' signature, behind what makes masks of whole rows, of which `attention_mask` is, too: bool of
-        shape (rows, length)."""
+        """A mask function with transformers' signature, after `make`, which makes masks of full rows. `attention_mask`
+        is that of full rows, too: bool of shape (rows, length)."""
         if self.inside:
             q_length = kv_length = q_length * self.size
             if self.positions is not None:
-                attention_mask = None  # of none of them: see SharedRows.enter
+                attention_mask = None  # packed rows have none: see SharedRows.enter
                 sees = _within(self.positions, kwargs.pop("mask_function", None))
                 kwargs |= {"mask_function": sees, "allow_is_causal_skip": False}
             elif self.ends_padded and kwargs.get("allow_is_causal_skip", True):
-                # Nobody who counts looks ahead at padding, and without a mask of all pairs attention takes less.
+                # No learned token attends to padding after it, and attention without a full mask is cheaper.
                 attention_mask = None
         return make(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
 
 
 def _within(positions: torch.Tensor, sees: Callable[..., Any] | None) -> Callable[..., Any]:
-    """transformers' mask function of packed rows: what one of them sees, `sees` says, of positions in it."""
+    """A mask function of transformers for packed rows: within each row, `sees` decides, given positions in that row."""
     from transformers.masking_utils import causal_mask_function
 
     sees = sees or causal_mask_function
@@ -207,7 +208,7 @@ def _within(positions: torch.Tensor, sees: Callable[..., Any] | None) -> Callabl
 
 
 class _Here:
-    """An attention module, but for how many heads of queries share one of keys on this rank."""
+    """An attention module with another number of query heads per key head, that of this rank."""
 
     def __init__(self, module: nn.Module, groups: int) -> None:
         self.module, self.num_key_value_groups = module, groups
@@ -255,7 +256,7 @@ class _Gather(torch.autograd.Function):
 
 
 def check_heads_of(config: Any, size: int) -> None:
-    """`check_heads` of a model of this config of transformers, if that says how many there are."""
+    """`check_heads` for a model with this transformers config, if the config has the numbers of heads."""
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     if heads:
@@ -263,7 +264,7 @@ def check_heads_of(config: Any, size: int) -> None:
 
 
 def check_attention_of(kind: type, now: str | None) -> None:
-    """Raise ConfigError unless the attention that models of a class have is torch's."""
+    """Raise ConfigError unless the attention implementation of a model class is one of torch's."""
     if now not in ATTENTIONS:
         way = "Take --attn sdpa, or leave" if getattr(kind, "_supports_sdpa", False) else "Leave"
         raise ConfigError(
@@ -273,7 +274,7 @@ def check_attention_of(kind: type, now: str | None) -> None:
 
 
 def check_heads(heads: int, key_heads: int, size: int) -> None:
-    """Raise ConfigError unless a model's heads can be dealt out to `size` ranks."""
+    """Raise ConfigError unless a model's heads can be divided among `size` ranks."""
 
     def fits(n: int) -> bool:
         return heads % n == 0 and (key_heads % n == 0 or n % key_heads == 0)
