@@ -50,7 +50,7 @@ class Row:
         extra: arguments of the chat template besides the messages, such as `tools`; for forms other than `SUPERVISED`,
             whatever the form defines.
         kind: `chat` rows go through the model's chat template. `text` rows (plain `prompt` and `completion`) have one
-            user turn and one assistant turn, which are joined as they stand.
+            user turn and one assistant turn, which are joined as they are.
     """
 
     messages: list[dict[str, Any]]

@@ -131,10 +131,11 @@ def encode_matches(
 ) -> datasets.Dataset:
     """Tokenise rows of a `Matches` form. The arguments are those of `encode_rows`; lengths are those of single texts.
 
-    Returns: A dataset with the columns `input_ids`, the texts of a row one after the other (query, positive,
-        negatives), `lengths`, the length of each of them, and those of `encoder.columns`: `labels`, the score of a row
-        (1 if it has none). Its attribute `report` is a `MatchReport`, `places` gives the file and line of its rows, and
-        `numbers` their numbers.
+    Returns:
+        A dataset with the columns `input_ids`, the texts of a row one after the other (query, positive, negatives),
+        `lengths`, the length of each of them, and those of `encoder.columns`: `labels`, the score of a row (1 if it has
+        none). Its attribute `report` is a `MatchReport`, `places` gives the file and line of its rows, and `numbers`
+        their numbers.
 
     Raises:
         DataError: a row cannot be used; a text is too long and `truncation` is `raise`; no row is left.

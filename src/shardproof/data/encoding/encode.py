@@ -75,10 +75,11 @@ def encode_rows(
         workers: number of processes that encode `Rows`, if there are many; 0 encodes in this process.
         weights: weights for parts of answers.
 
-    Returns: A dataset with the columns `input_ids` and `labels` (-100 where nothing is learned), in the order of the
-        rows, and `token_weights` (float32) if there are `weights` or a turn has a weight. Its `report` is an
-        `EncodeReport`; `places` gives the file and line of its rows, `numbers` their numbers, and `cut` the numbers of
-        those that lost tokens.
+    Returns:
+        A dataset with the columns `input_ids` and `labels` (-100 where nothing is learned), in the order of the rows,
+        and `token_weights` (float32) if there are `weights` or a turn has a weight. Its `report` is an `EncodeReport`;
+        `places` gives the file and line of its rows, `numbers` their numbers, and `cut` the numbers of those that lost
+        tokens.
 
     Raises:
         ConfigError: rows have messages, but the tokenizer has no chat template, or one whose answers cannot be found.

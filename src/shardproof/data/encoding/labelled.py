@@ -142,8 +142,9 @@ def encode_labelled(
 ) -> datasets.Dataset:
     """Tokenise rows of the form `labelled(labels)`. The arguments are those of `encode_rows`.
 
-    Returns: A dataset with the columns `input_ids` and `labels` (the results of `Labels.of`), in the order of the rows.
-        Its attribute `report` is a `LabelReport`, `places` gives the file and line of its rows, and `numbers` their
+    Returns:
+        A dataset with the columns `input_ids` and `labels` (the results of `Labels.of`), in the order of the rows. Its
+        attribute `report` is a `LabelReport`, `places` gives the file and line of its rows, and `numbers` their
         numbers.
 
     Raises:

@@ -149,7 +149,8 @@ def collate_packed(
     Args:
         flat: whether to concatenate them into one, see `wants_flat`.
 
-    Returns: `input_ids`, `position_ids` and `labels`, each int64 of shape (packed rows, length), `token_weights` (see
+    Returns:
+        `input_ids`, `position_ids` and `labels`, each int64 of shape (packed rows, length), `token_weights` (see
         `batch_of_weights`), no attention mask, and `use_cache=False`: with a cache, transformers does not look for
         packed rows. The first token of each row is never learned, since the text before it belongs to another row.
         Padding has position 0, which makes each padding token a row by itself.

@@ -128,7 +128,7 @@ class MediaMatchCollator:
     """Batches of rows with files, like those of `collate_matches`, with the tensors of the files.
 
     Args:
-        encoder: of the model.
+        encoder: the model's encoder.
         on_lost: what happens to a row whose file could be read before training and cannot be read now: `skip` leaves it
             out of its step and logs a warning, `stop` raises.
     """

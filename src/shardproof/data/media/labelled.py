@@ -66,5 +66,5 @@ class MediaPairEncoder(MediaMatchEncoder):
         return [Row([*turns, {"role": "assistant", "content": one}], row.source, row.line) for one in found]
 
     def columns(self, row: Row, made: Sequence[Any], *_: Any) -> dict[str, Any]:
-        """`labels`, 1 of a positive and 0 of a negative."""
+        """`labels`, 1 for a positive and 0 for a negative."""
         return {"labels": relevances(row)}

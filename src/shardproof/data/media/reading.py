@@ -232,7 +232,7 @@ def _film(source: Any, limits: Limits) -> Frames:
             film.seek(0)
             taken = (frame for i, frame in enumerate(film.decode(video=0)) if i in wanted)
             # The reformatter of a frame has threads that live until the frame is garbage-collected; in a process forked
-            # before that, they do not exist, and collecting the frame would wait for them forever.
+            # before that, they do not exist, and collecting the frame waits for them.
             colours = av.video.reformatter.VideoReformatter()
             shown = ((colours.reformat(frame, format="rgb24").to_image(), frame) for frame in taken)
             pictures = [_upright(scaled(picture, limits), frame) for picture, frame in shown]

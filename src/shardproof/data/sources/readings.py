@@ -206,7 +206,7 @@ class HubStream:
             return datasets.load_dataset(of.fetched(), of.subset, split=of.split, revision=of.state, streaming=True)
         except ShardproofError:
             raise
-        except Exception as error:  # of datasets, of the hub's client, of the network ...
+        except Exception as error:  # from datasets, the hub's client, the network ...
             raise not_given(self.name, error) from None
 
     def reading(self, at: Any = None) -> Reading:
