@@ -114,7 +114,7 @@ def labels_of(ids: list[int], offsets: Sequence[Span], spans: Spans, text: str) 
     weights of all tokens, if the spans have weights.
 
     A token that begins before the span contains text that the model is given, and is not learned unless that text is
-        only white space: `Answer: ` and `yes` meet in the token ` yes`, which is all there is to learn.
+    only white space: `Answer: ` and `yes` meet in the token ` yes`, which is all there is to learn.
     """
     labels, weights = [IGNORE] * len(ids), [1.0] * len(ids)
     starts = [start for start, _ in offsets]

@@ -75,7 +75,7 @@ def encode_media_rows(
 
     Args:
         rows: the result of `read_rows`. Rows that cannot be used are added to its `skipped`.
-        encoder: of the model.
+        encoder: the model's encoder.
         max_length: in tokens, including those of files; None for no limit.
         truncation: what happens to longer rows. A row with files is never cut, but left out.
         bad_rows: as for `read_rows`.
