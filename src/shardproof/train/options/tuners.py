@@ -87,7 +87,7 @@ LEFT_OUT: dict[str, str] = {
     "adaption_prompt": _PROMPTS,
     "reft": "PEFT has no ReFT; --tuner road also rotates hidden states, and can be merged",
     "adapter": "layers between those of the model cannot be merged, and PEFT has none; --tuner lora or peanut",
-    "longlora": "its shifted attention is for Llama in old transformers versions; for long rows, use --sequence-parallel",
+    "longlora": "its shifted attention is for Llama in an old transformers; for long rows, use --sequence-parallel",
     "llamapro": "new blocks are part of the model: --tuner full --new-blocks 4",
     "unsloth": "it is a separate program",
 }

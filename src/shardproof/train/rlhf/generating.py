@@ -332,8 +332,8 @@ class Generating(EndsSampled):
                 "alike",
                 "In the last %d batches, up to step %d, all answers to each question had the same reward (%g on"
                 " average in the last one): nothing was learned from them%s. Check that --reward-funcs and"
-                " --reward-model can tell these answers apart; they are in completions.jsonl. If the questions are too easy"
-                " or too hard, use others; if all answers are identical, raise --temperature.",
+                " --reward-model can tell these answers apart; they are in completions.jsonl. If the questions are too"
+                " easy or too hard, use others; if all answers are identical, raise --temperature.",
                 self._alike,
                 self.state.global_step,
                 self._metrics["train"]["reward"][-1],
