@@ -105,7 +105,9 @@ def test_rows_to_evaluate_on_count_too_and_doctor_tells(runs: Any, rows: Path) -
 
 def test_an_answer_ends_with_the_positions(runs: Any) -> None:
     assert runs["asked"].code == 0, runs["asked"].output
-    assert runs["asked"].output.count("An answer ends with the last of the 24 positions that the model has learnt") == 1
+    assert (
+        runs["asked"].output.count("An answer ends with the last of the 24 positions that the model has learned") == 1
+    )
     assert runs["asked long"].code == 2, runs["asked long"].output
     assert "has learnt 24 positions" in " ".join(runs["asked long"].output.split())
 

@@ -95,9 +95,11 @@ def test_a_model_that_makes_its_vectors_by_more_than_there_is_here_is_refused(tm
     file = tmp_path / "modules.json"
     more = {"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.base.modules.dense.Dense"}
     file.write_text(json.dumps([*json.loads(file.read_text()), more]))
-    with pytest.raises(ConfigError, match=r"also applies Dense to its vectors .*: --pooling mean begins without them"):
+    with pytest.raises(
+        ConfigError, match=r"also applies Dense to its vectors .*: add --pooling mean to start without them"
+    ):
         pooling_of(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"also applies Dense to its vectors .* It cannot be asked here"):
+    with pytest.raises(ConfigError, match=r"also applies Dense to its vectors .* Such modules are not supported here"):
         embedding_in(tmp_path)
 
 

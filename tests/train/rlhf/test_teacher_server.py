@@ -178,7 +178,7 @@ def test_one_that_is_away_or_another_is_told_before_anything_is_loaded(
     with pytest.raises(ConfigError, match=r"got 1 row\(s\) of \[3\] tokens, but answered for \[\]"):
         TeacherServer(teacher.address, 0).asked([[30, 31, 32]], 10)
     monkeypatch.setattr(teacher, "judged", lambda question: (200, {"choices": [{"index": 0}]}))
-    with pytest.raises(ConfigError, match="does not answer as vLLM does, but with"):
+    with pytest.raises(ConfigError, match="does not respond like vLLM, but with"):
         TeacherServer(teacher.address, 0).asked([[30, 31, 32]], 10)
 
 

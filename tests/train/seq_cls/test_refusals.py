@@ -35,7 +35,7 @@ def check(**options: Any) -> None:
     [
         ({"packing": True}, "--task seq_cls and --packing: a row is classified by its last token"),
         ({"chunked_loss": True}, "--chunked-loss"),
-        ({"loss": "all"}, "--task seq_cls and --loss: what is learnt from a row is its label"),
+        ({"loss": "all"}, "--task seq_cls and --loss: what is learned from a row is its label"),
         ({"liger_kernel": True}, "--liger-kernel"),
         ({"train_parts": ["talker"]}, "--train-parts talker: a talker does not produce scores"),
         ({"plain": True, "chat_template": "chatml"}, "--plain leaves the chat template out"),

@@ -141,7 +141,7 @@ def misfit(function: Callable[..., Any], given: Iterable[str], begin: str = "def
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     surplus = names - {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
     if surplus and not takes_all:
-        return f"does not accept {sorted(surplus)[0]!r}: define it as '{begin}'."
+        return f"does not take {sorted(surplus)[0]!r}: define it as '{begin}'."
     return ""
 
 
