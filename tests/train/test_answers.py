@@ -151,7 +151,7 @@ def test_what_is_drawn_depends_on_the_row_and_on_the_seed(asked) -> None:
 
 def test_nothing_is_lost_or_guessed(asked) -> None:
     for name, said in (
-        ("again", "exists already"),
+        ("again", "already exists"),
         ("both", "--dataset and --prompt cannot be used together"),
         ("nowhere", "--result-path applies to the rows of --dataset"),
         ("nothing", "--bad-rows applies to the rows of --dataset"),

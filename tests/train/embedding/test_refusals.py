@@ -86,7 +86,7 @@ def test_pooling_is_that_of_the_model(models, tmp_path: Path) -> None:
     file.write_text(json.dumps({"embedding_dimension": 32, "pooling_mode": "lasttoken", "include_prompt": True}))
     assert pooling_of(str(tmp_path)) == "last"
     file.write_text(json.dumps({"pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": False}))
-    with pytest.raises(ConfigError, match="pools by max_tokens"):
+    with pytest.raises(ConfigError, match="pools with max_tokens"):
         pooling_of(str(tmp_path))
 
 
