@@ -70,7 +70,7 @@ def loaded_as(folder: Path, plugins: Plugins, model_type: str | None = None) -> 
         return model_type
     found = recorded_in(folder.parent).get("model_type")
     if isinstance(found, str) and found not in plugins.names("model"):
-        registered_model(str(folder), plugins)  # raises for a class that transformers does not know
+        registered_model(str(folder), plugins)  # raises if the config names a class that transformers does not know
     return found if isinstance(found, str) else None
 
 

@@ -16,7 +16,7 @@ NAMED = "freeze_parameters", "trainable_parameters", "lisa_activated_layers", "n
 
 
 def check_tuner(config: RunConfig) -> None:
-    """Raise ConfigError for options that are for another kind of adapters, or not for adapters."""
+    """Raise ConfigError for options that do not apply to the --tuner of the run."""
     if config.tuner == FULL and (given := first_given(config, OF_ADAPTERS)):
         raise ConfigError(f"{given} applies to adapters, and --tuner full trains every weight: add --tuner lora.")
     if config.tuner != FULL and (given := first_given(config, [n for n in NAMED if hasattr(config, n)])):

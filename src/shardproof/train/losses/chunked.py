@@ -1,10 +1,11 @@
 """Cross entropy from hidden states and a head, a chunk of tokens at a time: the logits of all tokens are never held at
 once.
 
-[Note: gradients in forward] The logits of a chunk give its losses, the gradient of its hidden states and its part of
-the head's gradient, up to a factor. So all of these are computed in the forward pass, and backward multiplies them by
-the incoming factor. No product with the head is computed twice: there are three, as with full logits. Hidden states and
-head are not saved, so at stage 3 backward does not gather the head again.
+[Note: gradients in forward]
+The logits of a chunk give its losses, the gradient of its hidden states and its part of the head's gradient, up to a
+factor. So all of these are computed in the forward pass, and backward multiplies them by the incoming factor. No
+product with the head is computed twice: there are three, as with full logits. Hidden states and head are not saved, so
+at stage 3 backward does not gather the head again.
 
 In fp16 such gradients would underflow: probabilities are too small before they are multiplied by the loss scale, which
 arrives in backward. So in fp16 hidden states and head are saved, and backward recomputes the logits.

@@ -37,6 +37,7 @@ ALIKE = 10  # consecutive batches in which the answers to each question have equ
 
 class Generating(EndsSampled):
     """GRPO, RLOO and PPO. TRL distributes the prompts, so that each answer to a prompt is compared with the others.
+
     `make_reference` returns the reference, if one is needed that is not the model without its adapters: TRL would load
     the full model on every rank. `resamples`: how often other questions are asked at most, see `resampling.py`.
     `check_prompts` raises if environments have made a prompt too long: it gets the tokens of prompts, and their
@@ -162,7 +163,7 @@ class Generating(EndsSampled):
         transformers. Where ranks share answers, each of them generates a part."""
         kwargs["batch_size"] = batch_size // self.batch_plan.sequence if is_training else batch_size
         loader: Any = super()._get_dataloader(*args, is_training=is_training, **kwargs)
-        # accelerate's own loader only distributes what this one reads.
+        # Accelerate's own loader only distributes what this one reads.
         loader.base_dataloader.worker_init_fn = left_to_rank
         return loader
 

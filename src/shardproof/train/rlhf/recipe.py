@@ -251,7 +251,7 @@ def train(prepared: RlhfPrepared, view: View, write: Write | None = None, signal
     scored, pictured = kind == "rm", are_pictured(prepared.rows)
     head: dict[str, Any] = {"num_labels": 1} if scored else {}
     auto = SCORER if scored else CAUSAL
-    # TRL caches what it precomputes under a hash of the weights, so they must not be sharded yet.
+    # TRL caches what it precomputes under a name made from the weights, so these are loaded in full for it.
     model = load_model(prepared.model, config, auto, config.model_type, to_shard=not config.precompute_ref, **head)
     if scored:
         pads_with(model, prepared.tokenizer.pad_token_id)
@@ -259,7 +259,7 @@ def train(prepared: RlhfPrepared, view: View, write: Write | None = None, signal
     if pictured and kind in OF_STATES:
         check_one_backbone(model, "TRL")
     task = "SEQ_CLS" if scored else "CAUSAL_LM"
-    config = without_lacking(config, anatomy(model).parts)  # this also covers models of plugins
+    config = without_lacking(config, anatomy(model).parts)  # models of plugins are checked only here
     new = None
     if config.adapters or takes_from_weights(config):  # TRL's reference then holds a copy of the initial adapters
         model = with_adapters(model, config, task)

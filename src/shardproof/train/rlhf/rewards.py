@@ -75,8 +75,9 @@ def unrewarded(completions: Sequence[Any], **columns: Any) -> list[float | None]
 
 
 def check_rewards(names: Sequence[str], pattern: str, plugins: bool = False) -> None:
-    """Raise ConfigError for a reward function that does not exist, without running any code. `plugins`: other names may
-    be those of plugins.
+    """Raise ConfigError for a reward function that does not exist, without running any code.
+
+    `plugins`: other names may be those of plugins.
     """
     check_pattern("--format-pattern", pattern)
     for name in names:
@@ -89,8 +90,9 @@ def check_rewards(names: Sequence[str], pattern: str, plugins: bool = False) -> 
 def load_rewards(
     names: Sequence[str], pattern: str, longest: int, plugins: Plugins | None = None, alone: bool = True
 ) -> list[Reward]:
-    """The functions with these names, with checked results (see `reward_calls.py`). `alone`: there is no reward model
-    or environment.
+    """The functions with these names, with checked results (see `reward_calls.py`).
+
+    `alone`: there is no reward model or environment.
 
     Raises:
         ConfigError: a file fails when it is run, or has something else under that name.

@@ -106,7 +106,7 @@ OPTIONS_BESIDE: dict[str, tuple[_NEEDS, str]] = {
 DIVERGING = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 DIVIDED = ("ipo", "sppo_hard", "simpo", "alphapo")  # by --beta
 UNWEIGHED = ("aot", "aot_unpaired", "hinge", "sft")
-# In the others, TRL turns off all dropout of the model, including that of adapters.
+# These keep dropout; in the others, TRL turns it off in the whole model, including adapters.
 WITH_DROPOUT = ("grpo", "rloo", "ppo")
 
 
