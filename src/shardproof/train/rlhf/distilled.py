@@ -30,9 +30,9 @@ class Distilled(EndsAnswers):
     them, so the loss is then the mean over the tokens of a micro-batch on all ranks.
 
     `sft_alpha`: the weight of an additional sft loss on answers that the student has not generated. `vllm`: the
-        arguments of TRL's `VLLMGeneration`, if vLLM generates the student's answers. `topk`: compare the two only on
-        this many of the teacher's likeliest tokens, without holding the logits of either; by default on the full
-        vocabulary, which a `TeacherServer` does not support."""
+    arguments of TRL's `VLLMGeneration`, if vLLM generates the student's answers. `topk`: compare the two only on this
+    many of the teacher's likeliest tokens, without holding the logits of either; by default on the full vocabulary,
+    which a `TeacherServer` does not support."""
 
     lmbda: float  # set by TRL
     beta: float
