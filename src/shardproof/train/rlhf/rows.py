@@ -186,8 +186,8 @@ def _mixed_column(examples: Sequence[dict[str, Any]], places: Places) -> str:
     return ""
 
 
-# TRL's example for a row, or None if truncation would leave too little of it; and its number of tokens and largest token
-# id, or why it cannot be used.
+# TRL's example for a row, or None if truncation would leave too little of it; and its number of tokens and largest
+# token id, or why it cannot be used.
 Example = tuple[dict[str, Any] | None, tuple[int, int] | str]
 
 
