@@ -226,7 +226,7 @@ def test_answers_that_nobody_judged_are_told_of_once(own: Path, caplog: pytest.L
 
 
 @pytest.mark.parametrize(
-    "name, said", [("needs", "There are: query, solution."), ("accuracy", "The rows have: query.")]
+    "name, said", [("needs", "They have: query, solution."), ("accuracy", "The rows have: query.")]
 )
 def test_a_column_that_is_missing_is_told_before_anything_is_loaded(own: Path, name: str, said: str) -> None:
     columns = ["query"] if name == "accuracy" else ["query", "solution"]

@@ -101,7 +101,7 @@ def test_the_labels_of_the_rows_are_suggested(files) -> None:
 def test_many_labels_are_for_a_file(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"query": "q", "label": f"name{i}"}) + "\n" for i in range(1500)))
-    with pytest.raises(ConfigError, match=r"1,500 \(name0, .*, \.\.\.\): --label-names FILE.txt") as caught:
+    with pytest.raises(ConfigError, match=r"1,500 labels \(name0, .*, \.\.\.\): --label-names FILE.txt") as caught:
         labels_of(SftConfig(task="seq_cls", dataset=[str(rows)], model="tiny"))
     assert len(str(caught.value)) < 500
     many = LabelReport(rows=2, kept=2, labels={f"name{i}": i for i in range(1, 1500)})
