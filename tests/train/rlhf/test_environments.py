@@ -146,7 +146,7 @@ def test_what_an_environment_does_wrong_is_said(
         ([f"{FUNCTIONS}:Unfinished"], "the class is abstract. It lacks move."),
         ([f"{FUNCTIONS}:Wanting"], "needs 'level', but the rows have no such column. They have: prompt."),
         ([f"{FUNCTIONS}:Narrow", "--dataset", "TOLD"], "does not take 'told': define it as 'def reset(self, **col"),
-        ([f"{FUNCTIONS}:Adding", "--tools", f"{FUNCTIONS}:add"], "--tools has a function add, too."),
+        ([f"{FUNCTIONS}:Adding", "--tools", f"{FUNCTIONS}:add"], "--tools also has a function add."),
         (
             [f"{FUNCTIONS}:Adding", "--dataset", "OWN"],
             "it has its own tools, which cannot be run, and --environments names",
