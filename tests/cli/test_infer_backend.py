@@ -96,5 +96,5 @@ def test_what_its_answers_lack_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path
     engine.writes = [999_999] * 3
     writes.write([[5] * 97], Sampling(), plain=False)
     assert writes.written == "tokens 999999, which its tokenizer does not have"
-    assert "The model writes tokens that its tokenizer does not have" in caplog.text
+    assert "The model generates tokens that its tokenizer does not have" in caplog.text
     assert "An answer ends with the last of the 100 tokens that vLLM has room for" in caplog.text

@@ -1119,7 +1119,7 @@ def test_adapters_begin_as_in_swift(theirs: str, ours: str | None) -> None:
     assert config.init_lora_weights == ours
 
 
-@pytest.mark.parametrize(("theirs", "said"), [("false", "start at random"), ("lora-ga", "decided by rows of data")])
+@pytest.mark.parametrize(("theirs", "said"), [("false", "start at random"), ("lora-ga", "computed from rows of data")])
 def test_adapters_that_cannot_begin_so_are_told(theirs: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         training.parse(RlhfConfig, "", ["--rlhf_type", "dpo", "--tuner_type", "lora", "--init_weights", theirs])

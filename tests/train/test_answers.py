@@ -151,7 +151,7 @@ def test_what_is_drawn_depends_on_the_row_and_on_the_seed(asked) -> None:
 
 def test_nothing_is_lost_or_guessed(asked) -> None:
     for name, said in (
-        ("again", "exists already"),
+        ("again", "already exists"),
         ("both", "--dataset and --prompt cannot be used together"),
         ("nowhere", "--result-path applies to the rows of --dataset"),
         ("nothing", "--bad-rows applies to the rows of --dataset"),
@@ -320,7 +320,7 @@ def test_tokens_that_the_tokenizer_does_not_have_are_told(tiny: Path, tmp_path: 
     (folder / "config.json").write_text(json.dumps({**said, "vocab_size": len(known) * 3}))
     assert main(["infer", str(folder), "--prompt", "the", "--max-new-tokens", "3"]) == 0
     assert "(an answer without text: the model wrote tokens" in capsys.readouterr().err
-    assert "writes tokens that its tokenizer does not have, which are left out" in caplog.text
+    assert "generates tokens that its tokenizer does not have, which are left out" in caplog.text
 
 
 def test_an_answer_beyond_the_positions_of_a_model_is_warned_of(tiny: Path, tmp_path: Path, caplog) -> None:
@@ -332,6 +332,6 @@ def test_an_answer_beyond_the_positions_of_a_model_is_warned_of(tiny: Path, tmp_
     said = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**said, "max_position_embeddings": 64}))
     for most in (3, 100):
-        assert ("is made for" in caplog.text) is False
+        assert ("was made for" in caplog.text) is False
         assert main(["infer", str(folder), "--prompt", "the", "--max-new-tokens", str(most)]) == 0
-    assert "With --max-new-tokens 100 an answer may go beyond the 64 positions" in caplog.text
+    assert "With --max-new-tokens 100 an answer may exceed the 64 positions" in caplog.text

@@ -131,8 +131,8 @@ def parsed(*words: str, kind: type = SftConfig):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["eva"], "must be one of gaussian, .*and not eva, which is decided by rows of data"),
-        (["lora_ga"], "decided by rows"),
+        (["eva"], "must be one of gaussian, .*and not eva, which is computed from rows of data"),
+        (["lora_ga"], "computed from rows"),
         (["loftq"], "four bits"),
         (["pissa_niter_"], "must be one of"),
     ],

@@ -105,5 +105,5 @@ def test_each_file_has_the_loss_that_it_has_alone(runs):
 def test_the_best_is_told_by_the_loss_of_one_file(runs):
     assert "second " in runs["two"].output
     assert runs["odd"].code == 2
-    told = "an evaluation has the loss, and what --metrics names, and of each file first_loss, second_loss."
+    told = "an evaluation has the loss, and what --metrics names, and for each file first_loss, second_loss."
     assert told in runs["odd"].output

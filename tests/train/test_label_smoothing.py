@@ -83,7 +83,7 @@ def test_it_changes_what_is_learnt(runs) -> None:
         ({"loss": "mine"}, "--loss mine"),
         ({"sequence_parallel": 2}, "--sequence-parallel"),
         ({"train_parts": ["talker"]}, "--train-parts talker"),
-        ({"task": "embedding"}, "--task embedding and --label-smoothing-factor: no tokens are learnt"),
+        ({"task": "embedding"}, "--task embedding and --label-smoothing-factor: no tokens are learned"),
         ({"task": "reranker"}, "--task reranker and --label-smoothing-factor"),
         ({"task": "seq_cls", "num_labels": 2}, "--task seq_cls and --label-smoothing-factor"),
     ],

@@ -44,6 +44,6 @@ def test_what_is_not_named_can_be_taken_from_the_run(run: Path) -> None:
         with pytest.raises(ConfigError, match=r"^--(model|dataset) is missing\.\n") as error:
             check_named(SftConfig(**given, resume=str(checkpoint)))
         words = "--model moved" if "model" in given else "--dataset a.jsonl b.jsonl"
-        assert str(error.value).endswith(f"goes on: shardproof sft {file} --resume {checkpoint} {words}")
-    with pytest.raises(ConfigError, match=r"text to try things with\.$"):
+        assert str(error.value).endswith(f"is resumed: shardproof sft {file} --resume {checkpoint} {words}")
+    with pytest.raises(ConfigError, match=r"text for trying things out\.$"):
         check_named(SftConfig(model="moved"))

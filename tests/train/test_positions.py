@@ -99,15 +99,17 @@ def test_rows_to_evaluate_on_count_too_and_doctor_tells(runs: Any, rows: Path) -
     assert runs["held out"].code == 2, runs["held out"].output
     assert runs["doctor"].code == 1, runs["doctor"].output
     said = " ".join(runs["doctor"].output.split())
-    assert "has learnt 24 positions" in said
+    assert "has learned only 24 positions" in said
     assert "--max-length" in said
 
 
 def test_an_answer_ends_with_the_positions(runs: Any) -> None:
     assert runs["asked"].code == 0, runs["asked"].output
-    assert runs["asked"].output.count("An answer ends with the last of the 24 positions that the model has learnt") == 1
+    assert (
+        runs["asked"].output.count("An answer ends with the last of the 24 positions that the model has learned") == 1
+    )
     assert runs["asked long"].code == 2, runs["asked long"].output
-    assert "has learnt 24 positions" in " ".join(runs["asked long"].output.split())
+    assert "has learned only 24 positions" in " ".join(runs["asked long"].output.split())
 
 
 def test_a_question_that_leaves_no_room_is_told_by_its_line(models: dict[str, Path], tmp_path: Path) -> None:
@@ -125,7 +127,7 @@ def test_a_question_that_leaves_no_room_is_told_by_its_line(models: dict[str, Pa
     with pytest.raises(DataError, match=r"2 of 4 rows") as refused:
         list(answer_rows(chat, *how))
     for line in (2, 4):
-        told = rf"rows.jsonl:{line}: the question has \d+ tokens, and the model in \S+ has learnt 24 positions"
+        told = rf"rows.jsonl:{line}: the question has \d+ tokens, and the model in \S+ has learned only 24 positions"
         assert re.search(told, str(refused.value)), refused.value
     assert not out.exists()
     *_, (done, total, bad) = answer_rows(chat, *how, bad_rows="skip")

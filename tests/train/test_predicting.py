@@ -201,10 +201,10 @@ def test_what_makes_batches_lean_changes_no_answer(asked) -> None:
         ("odd", "--answer-metrics odd .*mine.py:8.* returned a str. It must return a number"),
         ("unknown", "--answer-metrics exakt_match: there is no such answer metric. Did you mean exact_match"),
         ("raw", "no evaluation row asks anything"),
-        ("all", "--predict-with-generate and --loss all: answers are told from questions by what is learnt"),
+        ("all", "--predict-with-generate and --loss all: answers are identified by the tokens that are learned"),
         ("nobody", "--predict-with-generate needs rows to evaluate on: add --val-dataset or --val-split"),
         ("alone", "--max-new-tokens applies to answers in evaluations: add --predict-with-generate"),
-        ("labels", "--task seq_cls and --answer-metrics: no answers are written"),
+        ("labels", "--task seq_cls and --answer-metrics: no answers are generated"),
     ],
 )
 def test_what_cannot_be_is_told(asked, name: str, said: str) -> None:

@@ -345,7 +345,7 @@ def test_a_talker_has_a_loss_of_its_own():
 def test_a_model_whose_loss_has_another_term_is_refused(dtype):
     inputs = collate(list(rows()), 0)
     check_chunked_loss(experts(0.0).to(dtype), inputs)
-    with pytest.raises(ConfigError, match="another term, such as what balances experts"):
+    with pytest.raises(ConfigError, match="another term, such as a load-balancing loss"):
         check_chunked_loss(experts(0.001).to(dtype), inputs)
 
 

@@ -243,7 +243,9 @@ def test_modules_of_ia3_that_take_what_goes_in_are_named_as_targets_are() -> Non
     assert of_kind(config, None, ["self_attn.q_proj", "mlp.down_proj"]).feedforward_modules == {"mlp.down_proj"}
 
 
-@pytest.mark.parametrize(("kind", "said"), [("reft", "PEFT has no ReFT"), ("prompt_tuning", "no merge can take")])
+@pytest.mark.parametrize(
+    ("kind", "said"), [("reft", "PEFT has no ReFT"), ("prompt_tuning", "cannot be merged into the weights")]
+)
 def test_what_is_left_out_is_told_why(kind, said) -> None:
     with pytest.raises(ValueError, match=said):
         SftConfig(model="x", dataset=["x"], tuner=kind)

@@ -86,7 +86,7 @@ def test_pooling_is_that_of_the_model(models, tmp_path: Path) -> None:
     file.write_text(json.dumps({"embedding_dimension": 32, "pooling_mode": "lasttoken", "include_prompt": True}))
     assert pooling_of(str(tmp_path)) == "last"
     file.write_text(json.dumps({"pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": False}))
-    with pytest.raises(ConfigError, match="pools by max_tokens"):
+    with pytest.raises(ConfigError, match="pools with max_tokens"):
         pooling_of(str(tmp_path))
 
 
@@ -95,9 +95,11 @@ def test_a_model_that_makes_its_vectors_by_more_than_there_is_here_is_refused(tm
     file = tmp_path / "modules.json"
     more = {"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.base.modules.dense.Dense"}
     file.write_text(json.dumps([*json.loads(file.read_text()), more]))
-    with pytest.raises(ConfigError, match=r"also applies Dense to its vectors .*: --pooling mean begins without them"):
+    with pytest.raises(
+        ConfigError, match=r"also applies Dense to its vectors .*: add --pooling mean to start without them"
+    ):
         pooling_of(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"also applies Dense to its vectors .* It cannot be asked here"):
+    with pytest.raises(ConfigError, match=r"also applies Dense to its vectors .* Such modules are not supported here"):
         embedding_in(tmp_path)
 
 

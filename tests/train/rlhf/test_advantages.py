@@ -186,7 +186,10 @@ def test_a_teacher_is_come_nearer_to(rlhf: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"use_vllm": True, "lmbda": 0}, "--use-vllm has no effect without a --lmbda above 0: the student writes none"),
+        (
+            {"use_vllm": True, "lmbda": 0},
+            "--use-vllm has no effect without a --lmbda above 0: the student generates no answers",
+        ),
         ({"sft_alpha": 0.1, "lmbda": 1}, "--sft-alpha has no effect without a --lmbda below 1"),
     ],
 )
@@ -209,7 +212,10 @@ def test_what_a_student_that_does_not_write_or_always_does_leaves_idle(options: 
         ({"advantage_estimator": "rloo"}, "--advantage-estimator has no effect without rewards: only a teacher"),
         ({"scale_rewards": "batch"}, "--scale-rewards has no effect without rewards"),
         ({"beta": 0.1, "kl_in_reward": True, "num_generations": 1}, "so --beta would have no effect"),
-        ({"best_metric": "eval_reward"}, "--best-metric eval_reward: an evaluation of grpo has the loss, entropy"),
+        (
+            {"best_metric": "eval_reward"},
+            "--best-metric eval_reward: evaluations of grpo have no such metric. They have loss, entropy",
+        ),
         ({"best_metric": "teacher_kl"}, "metrics other than losses are maximised, so the best would be the farthest"),
         ({"per_device_batch_size": 1, "num_generations": 1}, "Only one answer is generated at once"),
         ({"teacher_model": None}, "needs --reward-funcs or --reward-model or --environments or --teacher-model"),

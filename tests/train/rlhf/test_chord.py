@@ -173,8 +173,8 @@ def test_an_earlier_run_is_not_lost_to_rows_that_are_missing(
     ("options", "text"),
     [
         ({}, "--chord-sft-dataset needs --chord-mu-peak"),
-        ({"chord_mu_peak": 0.0}, "--chord-mu-peak 0: nothing would be learnt"),
-        ({"chord_mu_peak": 0.0, "chord_mu_valley": 0.0}, "--chord-mu-peak 0: nothing would be learnt"),
+        ({"chord_mu_peak": 0.0}, "--chord-mu-peak 0: nothing would be learned"),
+        ({"chord_mu_peak": 0.0, "chord_mu_valley": 0.0}, "--chord-mu-peak 0: nothing would be learned"),
         ({"chord_mu_peak": 0.1, "chord_mu_valley": 0.9}, "--chord-mu-valley 0.9 is above --chord-mu-peak 0.1"),
         ({"chord_mu_peak": 0.9, "chord_mu_decay_steps": 5}, "falls to --chord-mu-valley. Give one below 0.9"),
         ({"chord_mu_peak": 0.9, "chord_mu_valley": 0.1}, "falls to it over --chord-mu-decay-steps, which is 0"),

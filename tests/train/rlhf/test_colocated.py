@@ -108,7 +108,7 @@ def test_ranks_that_share_a_vllm_ask_it_together(
         ({"tools": [f"{TOOLS}:add"], "vllm_sleep": True}, "--tools and --vllm-sleep: vLLM wakes up without weights"),
         (
             {"tools": [f"{TOOLS}:add"], "vllm_tensor_parallel_size": 2},
-            "--tools and --vllm-tensor-parallel-size: processes that share a vLLM ask it at once",
+            "--tools and --vllm-tensor-parallel-size: processes that share a vLLM call it at once",
         ),
     ],
 )

@@ -172,7 +172,9 @@ def test_that_all_answers_are_worth_the_same_for_long_is_told_once(more_runs: An
     assert run.series("frac_reward_zero_std") == [1.0] * 12  # a tiny model keeps no format
     said = " ".join(run.output.split())
     assert said.count("In the last 10 batches, up to step") == 1
-    assert "all answers to a question were worth the same (the last to 0 on average): nothing was learnt" in said
+    assert (
+        "all answers to each question had the same reward (0 on average in the last one): nothing was learned" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,5 +246,5 @@ def test_a_talker_learns_nothing_of_words_that_are_compared() -> None:
     from shardproof.train.rlhf.recipe import check
 
     config = RlhfConfig(model="x", dataset=["y"], rlhf_type="dpo", train_parts=["thinker", "talker"])
-    with pytest.raises(ConfigError, match="--train-parts talker: rlhf compares or rewards words"):
+    with pytest.raises(ConfigError, match="--train-parts talker: rlhf compares or rewards text"):
         check(config, 1)

@@ -104,7 +104,7 @@ def test_calls_that_all_fail_are_told(pools: Any, caller: Path, tmp_path: Path) 
     [
         ("Failing", r"Failing, reset \(tools_for_tests.py:\d+\) failed with OSError: no server \(tools_for_tests.py, "),
         ("Listing", r"Listing, reset \(.*\) returned \['a list'\] \(list\). It must return a string or None."),
-        ("Boundless", r"Boundless, get_reward \(.*\) returned inf, from which nothing can be learnt."),
+        ("Boundless", r"Boundless, get_reward \(.*\) returned inf, from which nothing can be learned."),
         (
             "Verbose",
             r"Verbose: with the text that 'reset' returned, a prompt has \d{4} tokens, and --max-length is 1024.",
@@ -144,9 +144,9 @@ def test_what_an_environment_does_wrong_is_said(
         ([f"{FUNCTIONS}:Adding", f"{FUNCTIONS}:Waiting", "--dataset", "BOTH"], "its 'environment' is ['Adding'], and"),
         ([f"{FUNCTIONS}:OneByOne"], "OneByOne, numbers: it is a generator, but a call has one result: use return."),
         ([f"{FUNCTIONS}:Unfinished"], "the class is abstract. It lacks move."),
-        ([f"{FUNCTIONS}:Wanting"], "wants 'level', and no column of the rows has that name. There are: prompt."),
-        ([f"{FUNCTIONS}:Narrow", "--dataset", "TOLD"], "does not take 'told': begin it with 'def reset(self, **col"),
-        ([f"{FUNCTIONS}:Adding", "--tools", f"{FUNCTIONS}:add"], "--tools has a function add, too."),
+        ([f"{FUNCTIONS}:Wanting"], "needs 'level', but the rows have no such column. They have: prompt."),
+        ([f"{FUNCTIONS}:Narrow", "--dataset", "TOLD"], "does not take 'told': define it as 'def reset(self, **col"),
+        ([f"{FUNCTIONS}:Adding", "--tools", f"{FUNCTIONS}:add"], "--tools also has a function add."),
         (
             [f"{FUNCTIONS}:Adding", "--dataset", "OWN"],
             "it has its own tools, which cannot be run, and --environments names",
@@ -191,7 +191,7 @@ def test_answers_that_no_environment_judges_are_told(pools: Any, caller: Path, t
     options = [*acting(caller, tmp_path, "Adding" if judged else "Silent"), "--reward-funcs", f"{own}:silent"]
     options = last_of_each(["rlhf", *options, "--per-device-batch-size", "2"])[1:]
     told, nothing = pools.run(2, told_of, prepared_for(options, 2, [{}], tmp_path / "out"), timeout=300.0)
-    words = "Nothing judged 4 of 4 answers: each of silent, Silent gave None, and nothing is learnt from them."
+    words = "Nothing judged 4 of 4 answers: each of silent, Silent gave None, and nothing is learned from them."
     assert [text for text in told if "judged" in text] == ([] if judged else [words])
     assert not nothing
 

@@ -71,7 +71,7 @@ def test_it_is_the_same_at_every_stage(rlhf: Any) -> None:
     [
         (
             {"num_iterations": 1},
-            "each answer is learnt from only once, before the model changes. Add --num-iterations 2",
+            "each answer is learned from only once, before the model changes. Add --num-iterations 2",
         ),
         ({"loss_type": ["dapo"], "fipo_clip_range": 0.3}, "--fipo-clip-range does not apply to --loss-type dapo"),
         (

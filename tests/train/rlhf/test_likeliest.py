@@ -157,7 +157,7 @@ def test_a_model_that_caps_its_logits_is_refused(rlhf: Any, models: dict[str, Pa
 
 def test_more_tokens_than_there_are_are_refused(models: dict[str, Path]) -> None:
     config = RlhfConfig(rlhf_type="gkd", model=str(models["policy"]), teacher_model="t", gkd_logits_topk=2049)
-    with pytest.raises(ConfigError, match=r"--gkd-logits-topk 2049: .*policy knows 2048 tokens"):
+    with pytest.raises(ConfigError, match=r"--gkd-logits-topk 2049: .*policy has only 2048 tokens"):
         check_topk(config)
     with pytest.raises(ConfigError, match="--gkd-logits-topk does not apply to --rlhf-type dpo"):
         check_algorithm(RlhfConfig(rlhf_type="dpo", gkd_logits_topk=4), RlhfConfig().batch(1))

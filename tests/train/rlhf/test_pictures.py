@@ -729,7 +729,7 @@ def test_a_file_that_is_lost_before_a_run_goes_on_is_named(tmp_path: Path, pictu
     rows = prepared(tmp_path, PROMPTS * 8, *argv).rows
     (own / "a.png").unlink()
     with pytest.raises(
-        DataError, match=r"rows.jsonl:4: a file is missing, and answers about it still have to be learnt"
+        DataError, match=r"rows.jsonl:4: a file is missing, and answers about it still have to be learned"
     ):
         Prompted(rows).given([1, 3], 100, 0, torch.device("cpu"))
 

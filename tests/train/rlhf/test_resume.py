@@ -92,7 +92,7 @@ def test_what_could_not_go_on_is_refused(commands: Any, models: dict[str, Path],
         [
             ("trains two models", [*ppo, *saving, "--reward-funcs", "length"]),
             ("moves the reference", [*dpo, *saving, "--sync-ref-steps", "2"]),
-            ("is gone when a run goes on", [*dpo, *saving, "--precompute-ref"]),
+            ("is gone when a run is resumed", [*dpo, *saving, "--precompute-ref"]),
         ]
     )
     for text, run in runs.items():

@@ -177,7 +177,7 @@ def called(own: Path, *names: str, alone: bool = True) -> list[list[float | None
     [
         ("raises", "(rw.py:3) failed with KeyError: 'solutionn' (rw.py, line 4)"),
         ("leaves", "(rw.py:5) failed with SystemExit: 3"),
-        ("nothing", "(rw.py:6) returned None. A list is wanted, with a number (or None) for each of the 2 answers"),
+        ("nothing", "(rw.py:6) returned None. It must return a list with a number (or None) for each of the 2 answers"),
         ("one", "returned 1 value(s) for 2 answers"),
         ("text", "returned 'good' (str) for answer 1"),
         ("digits", "returned '1.0' (str) for answer 1"),
@@ -186,7 +186,7 @@ def called(own: Path, *names: str, alone: bool = True) -> list[list[float | None
         ("googol", "returned inf for answer 2"),
         ("panics", "failed with BaseException: in Rust"),
         ("large", "returned -1e+38 for answer 1. Rewards are computed in fp32"),
-        ("needs", "wants 'nothere', and no column of the rows has that name. There are: solution"),
+        ("needs", "needs 'nothere', but the rows have no such column. They have: solution"),
         ("greedy", "does not take 'completion_ids'"),
     ],
 )
@@ -226,7 +226,7 @@ def test_answers_that_nobody_judged_are_told_of_once(own: Path, caplog: pytest.L
 
 
 @pytest.mark.parametrize(
-    "name, said", [("needs", "There are: query, solution."), ("accuracy", "The rows have: query.")]
+    "name, said", [("needs", "They have: query, solution."), ("accuracy", "The rows have: query.")]
 )
 def test_a_column_that_is_missing_is_told_before_anything_is_loaded(own: Path, name: str, said: str) -> None:
     columns = ["query"] if name == "accuracy" else ["query", "solution"]

@@ -345,11 +345,11 @@ def test_the_end_of_a_text_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "how", "said"),
     [
-        ("kto", "left", "cuts rows with --truncation right only: take that, or leave long rows out"),
-        ("simpo", "left", "cuts rows with --truncation right only"),
-        ("gkd", "right", "cuts rows with --truncation left only"),
-        ("rm", "right", "cuts no rows: raise --max-length, or leave long rows out with --truncation drop"),
-        ("grpo", "left", "cuts no rows: raise --max-length"),
+        ("kto", "left", "only supports --truncation right: use that, or drop long rows"),
+        ("simpo", "left", "only supports --truncation right"),
+        ("gkd", "right", "only supports --truncation left"),
+        ("rm", "right", "does not truncate rows: raise --max-length, or drop long rows with --truncation drop"),
+        ("grpo", "left", "does not truncate rows: raise --max-length"),
     ],
 )
 def test_rows_that_would_not_be_cut_so_are_refused(kind: str, how: Any, said: str) -> None:

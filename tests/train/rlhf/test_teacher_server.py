@@ -157,14 +157,15 @@ def test_one_that_is_away_or_another_is_told_before_anything_is_loaded(
     with pytest.raises(ConfigError, match=r"max allowed: 20\nStart it with --max-logprobs 64, or ask for fewer"):
         looked_at(teacher, models, topk=64)
     with pytest.raises(
-        ConfigError, match=r"takes 512 tokens, .* up to 612, 512 of them answers. .* --max-model-len 613"
+        ConfigError,
+        match=r"takes rows of fewer than 512 tokens, .* up to 612, 512 of them answers. .* --max-model-len 613",
     ):
         looked_at(teacher, models, lmbda=1.0, max_completion_length=512)
     with pytest.raises(ConfigError, match=r"answers 404: .*Not Found"):
         looked_at(teacher, models, teacher_model_server=f"{teacher.address}/other")
     words = teacher.tokenizer
     monkeypatch.setattr(teacher, "tokenizer", SimpleNamespace(decode=lambda ids: words.decode([ids[0] + 1])))
-    with pytest.raises(ConfigError, match=r"of teacher is '.*', and of .*policy '.*'. The teacher gets the tokens of"):
+    with pytest.raises(ConfigError, match=r"is '.*' in teacher, and '.*' in .*policy. The teacher gets the tokens of"):
         looked_at(teacher, models)
     monkeypatch.undo()
     teacher.silent_of = 31
@@ -178,7 +179,7 @@ def test_one_that_is_away_or_another_is_told_before_anything_is_loaded(
     with pytest.raises(ConfigError, match=r"got 1 row\(s\) of \[3\] tokens, but answered for \[\]"):
         TeacherServer(teacher.address, 0).asked([[30, 31, 32]], 10)
     monkeypatch.setattr(teacher, "judged", lambda question: (200, {"choices": [{"index": 0}]}))
-    with pytest.raises(ConfigError, match="does not answer as vLLM does, but with"):
+    with pytest.raises(ConfigError, match="does not respond like vLLM, but with"):
         TeacherServer(teacher.address, 0).asked([[30, 31, 32]], 10)
 
 

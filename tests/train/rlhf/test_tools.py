@@ -265,7 +265,7 @@ def test_lists_that_functions_return_are_told() -> None:
     assert near(2) == asyncio.run(later(2)) == "[1, 3]"
     assert parts(2) == "2"
     assert places(2) == "[{'type': 'inn', 'rooms': 2}]"
-    with pytest.raises(ValueError, match="it returned a picture, but answers can continue with text only"):
+    with pytest.raises(ValueError, match="it returned an image, but answers can continue with text only"):
         picture(2)
     assert get_json_schema(near)["function"]["parameters"]["required"] == ["a"]
 

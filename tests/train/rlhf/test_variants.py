@@ -95,7 +95,7 @@ JUDGED: dict[str, Any] = {"keep_best": True, "eval_steps": 1, "val_split": 0.5}
             {"trl_arguments": {"multi_objective_aggregation": "normalize_then_sum"}},
             "should be sum_then_normalize or normalize_then_sum",
         ),
-        (DPO | {"beta": 0.0}, {"beta": 0.1}, "--beta 0: the loss of dpo .* nothing is learnt"),
+        (DPO | {"beta": 0.0}, {"beta": 0.1}, "--beta 0: the loss of dpo .* nothing is learned"),
         ({"rlhf_type": "kto", "beta": 0.0}, {"beta": None}, "--beta 0: the loss of kto"),
         (
             {"rlhf_type": "gkd", "teacher_model": "t", "beta": 5.0},
@@ -135,12 +135,12 @@ JUDGED: dict[str, Any] = {"keep_best": True, "eval_steps": 1, "val_split": 0.5}
         (
             {"rlhf_type": "gkd", "teacher_model": "t", "keep_best": True, "best_metric": "reward"},
             {"best_metric": "eval_loss"},
-            "--best-metric reward: an evaluation of gkd has the loss",
+            "--best-metric reward: evaluations of gkd have no such metric. They have loss",
         ),
         (
             DPO | JUDGED | {"best_metric": "rewards/accuracy"},
             {"best_metric": "rewards/accuracies"},
-            "an evaluation of dpo has the loss, rewards/.* Did you mean rewards/accuracies?",
+            "evaluations of dpo have no such metric. Did you mean rewards/accuracies?",
         ),
         (
             GRPO | JUDGED | {"best_metric": "rewards/lenght/mean"},
@@ -150,7 +150,7 @@ JUDGED: dict[str, Any] = {"keep_best": True, "eval_steps": 1, "val_split": 0.5}
         (
             GRPO | JUDGED | {"best_metric": "own"},
             {"reward_funcs": ["own.py:brevity"]},  # which may log it
-            "an evaluation of grpo has the loss, reward, reward_std",
+            "evaluations of grpo have no such metric. They have loss, reward, reward_std",
         ),
     ],
 )

@@ -35,7 +35,7 @@ def check(**options: Any) -> None:
     [
         ({"packing": True}, "--task seq_cls and --packing: a row is classified by its last token"),
         ({"chunked_loss": True}, "--chunked-loss"),
-        ({"loss": "all"}, "--task seq_cls and --loss: what is learnt from a row is its label"),
+        ({"loss": "all"}, "--task seq_cls and --loss: what is learned from a row is its label"),
         ({"liger_kernel": True}, "--liger-kernel"),
         ({"train_parts": ["talker"]}, "--train-parts talker: a talker does not produce scores"),
         ({"plain": True, "chat_template": "chatml"}, "--plain leaves the chat template out"),
@@ -101,7 +101,7 @@ def test_the_labels_of_the_rows_are_suggested(files) -> None:
 def test_many_labels_are_for_a_file(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"query": "q", "label": f"name{i}"}) + "\n" for i in range(1500)))
-    with pytest.raises(ConfigError, match=r"1,500 \(name0, .*, \.\.\.\): --label-names FILE.txt") as caught:
+    with pytest.raises(ConfigError, match=r"1,500 labels \(name0, .*, \.\.\.\): --label-names FILE.txt") as caught:
         labels_of(SftConfig(task="seq_cls", dataset=[str(rows)], model="tiny"))
     assert len(str(caught.value)) < 500
     many = LabelReport(rows=2, kept=2, labels={f"name{i}": i for i in range(1, 1500)})

@@ -1,1 +1,1 @@
-"""A trained model that writes: loaded, asked, and judged by what it wrote."""
+"""A trained model that generates answers: loading it, asking it, and scoring its answers."""

@@ -1,4 +1,4 @@
-"""Talk to a trained model: load a run folder, answer messages."""
+"""Chat with a trained model: load a run folder, answer messages."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ log = logging.getLogger("shardproof")
 
 @dataclass
 class Question:
-    """What is asked: turns, of which the last is a question.
+    """A question: turns, of which the last one asks.
 
     Attributes:
-        plain: its text is continued as it stands, without a template.
-        where: the file beside which the paths of its files begin; nothing where they are whole.
-        tools: what the template shows besides.
+        plain: its text is continued as it is, without a template.
+        where: the file that the paths of its files are relative to; empty if they are absolute.
+        tools: tools that the template shows.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -57,11 +57,11 @@ class Chat(Loaded):
     """A model that answers.
 
     Args:
-        template, variables: in place of the tokenizer's own, as `set_template` takes them.
-        plain: what the user says is continued as it stands, without a template.
-        plugins, model_type: what may load the model in place of transformers, see `registered_model`.
+        template, variables: used instead of the tokenizer's own, see `set_template`.
+        plain: the user's text is continued as it is, without a template.
+        plugins, model_type: a plugin that loads the model instead of transformers, see `registered_model`.
         stage: as for `Loaded`.
-        media: what its options about files say of those that are asked about. Default: what `sft` takes by default.
+        media: a configuration with the options for files. Default: the defaults of `sft`.
 
     Raises:
         ConfigError: something cannot be loaded, or the tokenizer has no chat template and neither `template` nor
@@ -101,12 +101,12 @@ class Chat(Loaded):
         self.place_model()
 
     def _begin(self, named: str) -> Any:
-        """What writes; `named`: what messages call the model."""
+        """The object that generates; `named`: the name of the model in messages."""
         return Writer(self.model, self.tokenizer, named, self.first)
 
     @property
     def _device(self) -> Any:
-        """Of what the model is given."""
+        """The device for the model's inputs."""
         return self.model.device
 
     @property
@@ -139,14 +139,14 @@ class Chat(Loaded):
             if self.prefix:
                 yield self.prefix
             yield from sampling.shown(streamer)
-        finally:  # whoever stops listening stops the model
+        finally:  # generation stops when the caller stops iterating
             enough.set()
             thread.join()
         if failures:
             raise failures[0]
 
     def check(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ConfigError or DataError for what `answer` would refuse before anything is written."""
+        """Raise ConfigError or DataError for messages that `answer` would refuse before it generates anything."""
         self._writer.room(self._inputs([Question(messages, self.plain)])["input_ids"].shape[1], 1)
 
     @property
@@ -162,12 +162,12 @@ class Chat(Loaded):
             return str(error)
 
     def answer(self, messages: Sequence[Mapping[str, Any]], sampling: Sampling) -> str:
-        """The whole answer."""
+        """The complete answer."""
         return self.answers([Question(messages, self.plain)], sampling)[0]
 
     def answers(self, questions: Sequence[Question], sampling: Sampling) -> list[str]:
-        """Answers to some questions: those of text at once. With several ranks all call it, with questions of their
-        own, or none."""
+        """Answers to several questions; those with text only are asked at once. With several ranks, all call this, with
+        their own questions or none."""
         from shardproof.integrations.transformers import together
 
         found: dict[int, str] = {}
@@ -179,7 +179,7 @@ class Chat(Loaded):
         return [self.prefix + found[i] for i in range(len(questions))]
 
     def _alike(self, questions: Sequence[Question]) -> list[list[int]]:
-        """Which of them a model can be asked at once."""
+        """The questions that a model can be asked at once, in groups."""
         if self.processing is not self.tokenizer:
             return [[i] for i in range(len(questions))]
         groups = [[i for i, question in enumerate(questions) if question.plain == plain] for plain in (True, False)]
@@ -193,31 +193,31 @@ class Chat(Loaded):
 
     @cached_property
     def _of_user(self) -> MediaEncoder:
-        """Files that the user names on this machine may lie anywhere."""
+        """An encoder for files that the user names, which may be anywhere on this machine."""
         from shardproof.data.media.encode import MediaEncoder
 
         limits = media_limits(self._media, self.processing)
         return MediaEncoder(self.processing, replace(limits, root=Path("/")))
 
     def takes_files(self, question: Question) -> bool:
-        """Whether the model's processor makes of it what the model is given."""
+        """Whether the model's processor makes the inputs for this question."""
         return self.processing is not self.tokenizer and not question.plain
 
     def with_files(self, question: Question) -> dict[str, Any]:
-        """What the model's processor makes of it. Raises DataError for a file that cannot be used."""
+        """The output of the model's processor for a question. Raises DataError for a file that cannot be used."""
         encoder = self._of_rows if question.where else self._of_user
         found = encoder.question(question.messages, question.where, question.tools)
         family = family_of(self.model.config)
-        if family is not None and family.takes_data:  # lists with an element for each row, too
+        if family is not None and family.takes_data:  # including lists with an element per row
             return found
-        taken = inspect.signature(without_adapters(self.model).forward).parameters  # some lists, too
+        taken = inspect.signature(without_adapters(self.model).forward).parameters  # some lists are arguments as well
         return {name: value for name, value in found.items() if hasattr(value, "to") or name in taken}
 
     def filled(self, turns: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
         """The turns of a row of the file `where`, with its objects written into their texts as the model does.
 
         Raises:
-            DataError: that cannot be done.
+            DataError: they cannot be written.
         """
         if not any(PLACED in turn for turn in turns):
             return list(turns)
@@ -227,27 +227,25 @@ class Chat(Loaded):
             raise DataError(str(problem)) from None
 
     def _turns(self, question: Question) -> Sequence[Mapping[str, Any]]:
-        """What is asked, in the words of the chat template. That it writes no system message is told once."""
+        """The turns of a question, as the chat template expects them. Warns once if it ignores system messages."""
         if self._seen is None:
             return question.messages
         turns = self._seen.in_its_words(question.messages)
         if turns[0]["role"] == "system" and not self._seen.takes_system:
-            self._writer.tell(
-                "The chat template writes no system message, so that the model does not see the one given."
-            )
+            self._writer.tell("The chat template ignores system messages, so the model does not see the one given.")
         return turns
 
     @cached_property
     def _seen(self) -> Seen | None:
-        with contextlib.suppress(ConfigError):  # a template for questions alone
+        with contextlib.suppress(ConfigError):  # a template that only renders questions
             return Seen(Template(self.tokenizer))
         return None
 
     def _asked(self, turns: Sequence[Mapping[str, Any]], tools: Any) -> str:
-        """The text of a question in the model's chat template; where an answer goes on behind what a tool has said, up
-        to there."""
+        """The text of a question in the model's chat template. If an answer continues after a tool result, the text
+        ends there."""
         if goes_on(self.tokenizer.chat_template):
-            opened = self.prefix if turns[-1]["role"] == "tool" else ""  # elsewhere the template has it
+            opened = self.prefix if turns[-1]["role"] == "tool" else ""  # otherwise the template adds it
             return Template(self.tokenizer).render(turns, prompt=True, tools=tools) + opened
         text: str = self.tokenizer.apply_chat_template(
             list(turns), tools=tools, add_generation_prompt=True, tokenize=False
@@ -255,11 +253,11 @@ class Chat(Loaded):
         return text
 
     def _inputs(self, questions: Sequence[Question]) -> Any:
-        """What the model is given for questions that are alike, on its device."""
+        """The model's inputs for similar questions, on its device."""
         return self._read(questions).to(self._device)
 
     def _read(self, questions: Sequence[Question]) -> Any:
-        """What a tokenizer or a processor makes of questions that are alike, padded on the left."""
+        """The output of the tokenizer or processor for similar questions, padded on the left."""
         from transformers import BatchFeature
 
         if self.takes_files(questions[0]):
@@ -268,7 +266,7 @@ class Chat(Loaded):
             what = "this model takes" if self.processing is self.tokenizer else "a prompt that is continued can be"
             raise ConfigError(f"The prompt has a file of type {kind}, but {what} text only.")
         if questions[0].plain:
-            begin = begin_of_text(self.tokenizer)  # which it puts there by itself
+            begin = begin_of_text(self.tokenizer)  # which the tokenizer adds itself
             texts = [question.messages[-1]["content"].removeprefix(begin) + self.prefix for question in questions]
         else:
             texts = [self._asked(self._turns(question), question.tools) for question in questions]

@@ -1,7 +1,7 @@
-"""Texts at which answers end while a model of transformers writes them.
+"""Texts at which answers end while a transformers model generates them.
 
-[Note: what it has written alone] `stop_strings` of generate() look back into the question: "I think" ends an answer
-that begins with " think" behind "I". A vLLM looks at what it has written alone, and so do these.
+[Note: only generated text] `stop_strings` in generate() look back into the question: "I think" ends an answer that
+begins with " think" after "I". vLLM only looks at the generated text, and so does this module.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ class Ends:
     """Texts at which answers end.
 
     Args:
-        words: one at least.
-        tokenizer: of the model that writes.
+        words: at least one text.
+        tokenizer: the tokenizer of the model.
     """
 
     def __init__(self, words: Sequence[str], tokenizer: Any) -> None:
         self._words, self._tokenizer = words, tokenizer
-        self._most = 4 * max(map(len, words)) + 4  # tokens of a word: a character may take four
+        self._most = 4 * max(map(len, words)) + 4  # tokens of a word; a character may take four
 
     def _within(self, ids: Any) -> bool:
         text = self._tokenizer.decode(ids)
         return any(word in text for word in self._words)
 
     def tokens(self, ids: Sequence[int]) -> int | None:
-        """How many tokens of an answer there are up to the end of the first of these texts; None where it has none."""
+        """The number of tokens of an answer up to the end of the first of these texts; None if it contains none."""
         if not self._within(ids):
             return None
         return bisect_left(range(len(ids)), True, key=lambda last: self._within(ids[: last + 1])) + 1
 
     def cut(self, ids: list[int]) -> list[int]:
-        """An answer without what stands behind its end."""
+        """An answer without the tokens after its end."""
         return ids[: self.tokens(ids)]
 
     def asked(self, generate: Any) -> Any:
-        """A model's generate() that ends answers there."""
+        """A model's generate(), which then ends answers at these texts."""
 
         def generated(*args: Any, **given: Any) -> Any:
             asks = given["input_ids"].shape[1]
@@ -52,7 +52,7 @@ class Ends:
 
     @contextlib.contextmanager
     def of(self, model: Any) -> Iterator[None]:
-        """Inside, answers of this model end there."""
+        """Inside the context, answers of this model end at these texts."""
         model.generate = self.asked(model.generate)
         try:
             yield
@@ -61,7 +61,7 @@ class Ends:
 
 
 class Stops(StoppingCriteria):
-    """Ends answers there; `asks`: how many tokens stand before them."""
+    """Stopping criterion for these texts; `asks`: the number of tokens before the answers."""
 
     def __init__(self, ends: Ends, asks: int) -> None:
         self._ends, self._asks = ends, asks

@@ -1,4 +1,4 @@
-"""A trained model, loaded to be asked: from the folder of a run, whole or cut over ranks."""
+"""A trained model, loaded for inference from a run folder, unsharded or sharded across ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def model_folder(run: str) -> Path:
-    """The folder with the weights of a run, or `run` itself where it is a model folder.
+    """The folder with the weights of a run, or `run` itself if it is a model folder.
 
     Raises:
         ConfigError: there is nothing to load.
@@ -64,23 +64,24 @@ def model_folder(run: str) -> Path:
 
 
 def loaded_as(folder: Path, plugins: Plugins, model_type: str | None = None) -> str | None:
-    """`model_type`, or the one by which the run of these weights has loaded its model; none of a folder of no run."""
+    """`model_type`, or the one that the run of these weights loaded its model with; None if the folder is not from a
+    run."""
     if model_type is not None or folder.name != MODEL:
         return model_type
     found = recorded_in(folder.parent).get("model_type")
     if isinstance(found, str) and found not in plugins.names("model"):
-        registered_model(str(folder), plugins)  # which tells of a class that transformers does not know
+        registered_model(str(folder), plugins)  # raises if the config names a class that transformers does not know
     return found if isinstance(found, str) else None
 
 
 def tell_lacking(model: Any, source: str, adapters: Path | None) -> None:
-    """Warn of weights that the files of `source` lack and nothing in the folder of `adapters` replaces."""
+    """Warn about weights that are missing in the files of `source` and not replaced by the folder of `adapters`."""
     replaced = said_of(adapters).get("modules_to_save") if adapters is not None else None
     tell_made_anew(model, source, trained=False, but=replaced or ())
 
 
 def on_base(model: Any, folder: Path, base: str) -> Any:
-    """The model with the adapters of a folder, which say that they were trained on `base`.
+    """The model with the adapters from a folder, which were trained on `base` according to their config.
 
     Raises:
         ConfigError: they do not fit it.
@@ -92,13 +93,13 @@ def on_base(model: Any, folder: Path, base: str) -> Any:
     begun_as = str(said_of(folder).get("init_lora_weights")).lower()
     is_whole = not any(READER in p.__dict__ for p in model.parameters())
     if begun_as.startswith(BY_CHANCE if is_whole else CHANGING):
-        alone = "" if begun_as.startswith(BY_CHANCE) else " Or ask it in one process, which changes them again."
+        alone = "" if begun_as.startswith(BY_CHANCE) else " Or run it in one process, which changes them again."
         raise ConfigError(f"The adapters in {folder}: {not_of_base(begun_as)}{alone}")
     try:
         if not is_whole:
             read_what_is_replaced(model, folder)
         return PeftModel.from_pretrained(model, folder)
-    except Exception as error:  # whatever PEFT raises, and libraries under it
+    except Exception as error:  # anything that PEFT and its libraries raise
         said = " ".join(str(error).split())
         raise ConfigError(f"The adapters in {folder} do not fit the model {base}: {said:.300}") from error
 
@@ -107,9 +108,9 @@ class Loaded:
     """A model and its tokenizer. Adapters are loaded on the model that they were trained on.
 
     Args:
-        load: called with a folder or hub id and options, as `from_pretrained` is; gives the model.
-        stage: cut the model at it over the ranks of the process group, each of which reads its part; all of them then
-            ask it alike. None loads it whole.
+        load: called with a folder or hub id and options, like `from_pretrained`; returns the model.
+        stage: shard the model at this stage across the ranks of the process group, each of which reads its part; all
+            ranks must then run it together. None loads the full model.
 
     Raises:
         ConfigError: something cannot be loaded.
@@ -129,7 +130,7 @@ class Loaded:
         return without_adapters(self.model)
 
     def load(self) -> None:
-        """Load the model, whole or without values yet, in eval mode."""
+        """Load the model in eval mode, in full or without values at first."""
         from shardproof.integrations.pretrained import without_values
 
         folder = self.folder
@@ -146,7 +147,7 @@ class Loaded:
             self.model = self._load(source, trust_remote_code=self._trusted, how=how, **change)
         except ConfigError:
             raise
-        except Exception as error:  # whatever the loader of a format or code of the model raises
+        except Exception as error:  # anything that the loader of a format or the model's code raises
             what = f"The adapter's base model {source}" if adapters else f"The model in {folder}"
             raise ConfigError(f"{what} cannot be loaded: {first_line(error)}") from error
         adopt(self.model)
@@ -160,7 +161,7 @@ class Loaded:
         self.model.eval()
 
     def place_model(self) -> None:
-        """Cut it over the ranks, or move it to the accelerator, if there is one."""
+        """Shard the model across ranks, or move it to the accelerator, if there is one."""
         import torch
 
         from shardproof.integrations.transformers import shard_prepared
@@ -179,7 +180,7 @@ class Loaded:
         return not self.sharded or dist.get_rank() == 0
 
     def shared(self, ask: Callable[[], T]) -> T:
-        """What `ask` returns on the first rank, on all of them."""
+        """The result of `ask` on the first rank, on all ranks."""
         import torch.distributed as dist
 
         found: list[Any] = [ask() if self.first else None]
@@ -189,20 +190,20 @@ class Loaded:
 
     @property
     def place(self) -> tuple[int, int]:
-        """This rank, and how many there are."""
+        """This rank, and the number of ranks."""
         import torch.distributed as dist
 
         return (dist.get_rank(), dist.get_world_size()) if self.sharded else (0, 1)
 
     def told(self, mine: list[T]) -> list[T]:
-        """What all ranks have, in their order, on all of them."""
+        """The items of all ranks, in order of ranks, on all of them."""
         from shardproof.zero.comm.groups import all_gather_object
 
         return [one for theirs in all_gather_object(None, mine) for one in theirs] if self.sharded else mine
 
 
 def with_files(encoder: MediaMatchEncoder, rows: Sequence[Row]) -> tuple[dict[str, Any], list[int]] | None:
-    """What `batch_of` gives.
+    """The result of `batch_of`.
 
     Raises:
         ConfigError: a row cannot be read.

@@ -1,4 +1,4 @@
-"""What an answer is worth beside the right one: a number, whose mean over the rows of an evaluation is told."""
+"""Scores of an answer against the right one; an evaluation reports their means over rows."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ Metric = Callable[[str, str], float]
 
 DEFAULT = "exact_match"
 OF_SACREBLEU = "bleu", "chrf"
-_WIDE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")  # without spaces between words
+_WIDE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")  # scripts without spaces between words
 _WORDS = re.compile(rf"{_WIDE.pattern}|[^\W{_WIDE.pattern[1:-1]}]+")
 
 
 def exact_match(answer: str, right: str) -> float:
-    """1 for the same text, 0 for another. White space around it does not count."""
+    """1 for the same text, otherwise 0. Surrounding white space is ignored."""
     return float(answer.strip() == right.strip())
 
 
 def accuracy(answer: str, right: str) -> float:
-    """1 where the answer ends with the number that the right one ends with, 0 elsewhere, as of rlhf's reward."""
+    """1 if the answer ends with the same number as the right one, otherwise 0, like the reward in rlhf."""
     number = number_of(right)
     return float(number is not None and number_of(answer) == number)
 
 
 def rouge_l(answer: str, right: str) -> float:
-    """ROUGE-L, 0 to 1: what share of the words of both stands in both in one order (F1). Case does not count; of
-    Chinese and Japanese each character is a word."""
+    """ROUGE-L, 0 to 1: the share of words that both have in the same order (F1). Case is ignored; in Chinese and
+    Japanese, each character is a word."""
     said, wanted = (_WORDS.findall(text.lower()) for text in (answer, right))
-    longest = [0] * (len(wanted) + 1)  # of the common subsequences with each beginning of `wanted`
+    longest = [0] * (len(wanted) + 1)  # common subsequence with each prefix of `wanted`
     for word in said:
         before = longest.copy()
         for i, other in enumerate(wanted, 1):
@@ -47,7 +47,7 @@ def rouge_l(answer: str, right: str) -> float:
 
 
 def bleu(answer: str, right: str) -> float:
-    """sacrebleu's of one sentence, 0 to 100; of Chinese and Japanese by characters."""
+    """sacrebleu's sentence BLEU, 0 to 100; by character for Chinese and Japanese."""
     import sacrebleu
 
     tokenize = "zh" if _WIDE.search(right) else "13a"
@@ -55,7 +55,7 @@ def bleu(answer: str, right: str) -> float:
 
 
 def chrf(answer: str, right: str) -> float:
-    """sacrebleu's chrF of one sentence, 0 to 100: how many short runs of characters both have."""
+    """sacrebleu's sentence chrF, 0 to 100: the overlap in character n-grams."""
     import sacrebleu
 
     return float(sacrebleu.sentence_chrf(answer, [right]).score)
@@ -71,24 +71,24 @@ BUILT_IN: dict[str, Metric] = {
 
 
 def judged(worth: Mapping[str, Metric], answer: str, right: str) -> dict[str, float]:
-    """What an answer is worth by each metric."""
+    """The score of an answer by each metric."""
     return {name: round(metric(answer, right), 6) for name, metric in worth.items()}
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise ConfigError for a metric whose package is not there."""
+    """Raise ConfigError for a metric whose package is not installed."""
     needs = next((name for name in names if name in OF_SACREBLEU), None)
     if needs and importlib.util.find_spec("sacrebleu") is None:
         raise ConfigError(f"--answer-metrics {needs} needs sacrebleu: pip install 'shardproof[answers]'")
 
 
 def metrics_of(config: SftConfig) -> Sequence[str]:
-    """The names of those by which answers are judged in evaluations."""
+    """The names of the metrics for answers in evaluations."""
     return (config.answer_metrics or [DEFAULT]) if config.predict_with_generate else ()
 
 
 def check_answering(config: SftConfig) -> None:
-    """Raise ConfigError for what does not go together with rows of an evaluation that the model answers."""
+    """Raise ConfigError for options that do not work with generated answers in evaluations, or that need them."""
     if not config.predict_with_generate:
         for name in ("answer_metrics", "max_new_tokens", "stop_words"):
             if getattr(config, name) != SftConfig.model_fields[name].default:
@@ -97,9 +97,9 @@ def check_answering(config: SftConfig) -> None:
     if not config.holds_out:
         raise ConfigError("--predict-with-generate needs rows to evaluate on: add --val-dataset or --val-split.")
     against = {
-        "--loss all": (config.loss == "all", "answers are told from questions by what is learnt"),
+        "--loss all": (config.loss == "all", "answers are identified by the tokens that are learned"),
         "--sequence-parallel": (config.sequence_parallel > 1, "each process reads a part of a row"),
-        f"--train-parts {TALKER}": (TALKER in (config.train_parts or ()), "what is judged is words"),
+        f"--train-parts {TALKER}": (TALKER in (config.train_parts or ()), "only text is scored"),
     }
     for other, (given, why) in against.items():
         if given:
@@ -110,10 +110,10 @@ def check_answering(config: SftConfig) -> None:
 
 
 def answer_metrics(names: Sequence[str], plugins: Plugins) -> dict[str, Metric]:
-    """By their names; those of the user's are checked whenever they are called.
+    """The metrics by name; the user's own are checked at every call.
 
     Raises:
-        ConfigError: there is no metric of a name.
+        ConfigError: there is no metric of this name.
     """
     found: dict[str, Any] = {name: plugins.find("answer metric", name) for name in names}
     return {name: BUILT_IN[name] if own is None else own_answer_metric(name, own) for name, own in found.items()}

@@ -1,4 +1,4 @@
-"""Answer the questions of a dataset with a model, some at a time, and write each answer down as it comes."""
+"""Answer the questions of a dataset with a model, a few at a time, and write each answer as soon as it is there."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def _asked(record: Any, columns: Mapping[str, str] | None = None, *, text_only: 
     messages, extra, kind = PROMPTS.normalise(record, columns)
     file = next(parts_of(messages), None)
     if file is not None and (text_only or plain or kind == "text"):
-        why = "the model takes text only" if text_only else "what is continued as it stands is text only"
+        why = "the model takes text only" if text_only else "only text can be continued as it is"
         raise Problem(f"it has a file of kind {file['type']}, and {why}")
     record = opened(record, columns)
     field = next((name for name in TURNS if name in record), None)
     last = turns_of(record, field)[-1] if field else {"role": "assistant", **_first(record)}
     own = [last] if last["role"] == "assistant" and last.get("content") is not None else []
-    if own and record.get(OBJECTS):  # it takes what the question leaves of them
+    if own and record.get(OBJECTS):  # it gets the objects that the question leaves
         own = placed({OBJECTS: record[OBJECTS]}, [*messages, *own], spare=True)[-1:]
     return messages, {**extra, **tools_of(record), "own": own}, kind
 
@@ -43,9 +43,9 @@ def _first(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _form(chat: Chat) -> Form:
-    """Of rows that this model can be asked."""
+    """The format of rows that this model can be asked."""
     asked = partial(_asked, text_only=chat.processing is chat.tokenizer, plain=chat.plain)
-    return Form(asked, "'messages', 'query' or 'prompt': what comes after the last question is not read.")
+    return Form(asked, "'messages', 'query' or 'prompt': anything after the last question is ignored.")
 
 
 def answer_rows(
@@ -61,25 +61,26 @@ def answer_rows(
     worth: Mapping[str, Metric] | None = None,
     row_format: tuple[str, Callable[[dict[str, Any]], dict[str, Any]]] | None = None,
 ) -> Iterator[tuple[int, int, Sequence[BadRow]]]:
-    """Answer every row of `dataset` and write it to `file`, one JSON object a line, in their order: what the row had
-    beside its question, `messages` with the answer at the end, `response`, and as `labels` the row's own answer (or
-    null). So the file is a dataset, too. Ranks of a sharded model answer different rows; all call this.
+    """Answer every row of `dataset` and write it to `file`, one JSON object per line, in order: the other columns of
+    the row, `messages` with the answer at the end, `response`, and as `labels` the row's own answer (or null). So the
+    file is itself a dataset. Ranks of a sharded model answer different rows; all call this.
 
     Args:
-        system: for rows that have none.
+        system: the system message for rows that have none.
         at_once: how many rows a rank answers at a time, padded on the left; rows with files always one by one.
-        seed: of sampling, which for the same `at_once` does not depend on the number of ranks. None: another each time.
+        seed: the sampling seed; for the same `at_once`, results do not depend on the number of ranks. None: a different
+            one each time.
         bad_rows: as for `read_rows`.
-        worth: what an answer is worth beside the row's own, by names. A line has that as `rewards`, too.
-        row_format: the name of a function that brings records into a known form, and the function. What is written
-            is what it returned.
+        worth: metrics that score an answer against the row's own, by name. Lines then also have `rewards`.
+        row_format: the name of a function that converts records to a known format, and the function. Its results are
+            written.
 
-    Yields: after each round, how many rows are written, how many there are, and which bad ones were left out.
+    Yields: after each round, how many rows are written, how many there are, and which bad ones were skipped.
 
     Raises:
         DataError: a row cannot be read, is too long to be answered, or has files that cannot be used, or not by this
-            model; nothing is asked then.
-        ConfigError: the file is there already.
+            model. No row is answered then.
+        ConfigError: the file already exists.
     """
     import torch
 
@@ -105,7 +106,7 @@ def _judged(line: dict[str, Any], worth: Mapping[str, Metric]) -> dict[str, Any]
 
 
 def means_in(file: Path) -> tuple[dict[str, float], int]:
-    """What the answers in a file that `answer_rows` wrote are worth, and how many of them were judged."""
+    """The mean scores of the answers in a file written by `answer_rows`, and how many were scored."""
     with file.open(encoding="utf-8") as lines:
         given = [found["rewards"] for line in lines if "rewards" in (found := json.loads(line))]
     return {name: sum(each[name] for each in given) / len(given) for name in (given[0] if given else ())}, len(given)
@@ -122,12 +123,12 @@ def _problem(chat: Chat, system: str | None, row: Row) -> str | None:
 
 
 def usable(model: Loaded, rows: Rows, problem: Callable[[Row], str | None], bad_rows: BadRows) -> Rows:
-    """Those that `problem` finds none in; `skipped` lists the others. Raises DataError as `pass_over` does."""
+    """The rows in which `problem` finds none; `skipped` lists the others. Raises DataError as `pass_over` does."""
 
     def found(number: int) -> str | None:
         return problem(rows[number])
 
-    problems = model.shared(lambda: list(in_order(found, len(rows), as_many_as_help(1))))  # files are read by one rank
+    problems = model.shared(lambda: list(in_order(found, len(rows), as_many_as_help(1))))  # only one rank reads files
     good = [number for number, why in enumerate(problems) if why is None]
     bad = [BadRow(row.source, row.line, why) for row, why in zip(rows, problems, strict=True) if why is not None]
     pass_over(rows, bad, len(good), bad_rows)
@@ -141,19 +142,20 @@ def write_lines(
     at_once: int,
     answered: Callable[[Sequence[Row], int], list[dict[str, Any]]],
 ) -> Iterator[tuple[int, int, Sequence[BadRow]]]:
-    """Write a line for each row, in their order; ranks make those of different rows. All of them call this.
+    """Write a line for each row, in order; ranks make the lines of different rows. All of them call this.
 
     Args:
         at_once: how many rows a rank takes at a time.
-        answered: the lines of some rows, and of none where a rank has none left; it is told the number of the first.
+        answered: makes the lines of some rows, or of none if a rank has none left; it is passed the number of the
+            first.
 
-    Yields: after each round, how many rows are written, how many there are, and which bad ones were left out.
+    Yields: after each round, how many rows are written, how many there are, and which bad ones were skipped.
 
     Raises:
-        ConfigError: the file is there already.
+        ConfigError: the file already exists.
     """
     if model.shared(file.exists):
-        raise ConfigError(f"{file} exists already. Name another file with --result-path, or move it.")
+        raise ConfigError(f"{file} already exists. Name another file with --result-path, or move it.")
     if model.first:
         file.parent.mkdir(parents=True, exist_ok=True)
     rank, ranks = model.place
@@ -177,7 +179,7 @@ def _messages(row: Row, system: str | None) -> list[dict[str, Any]]:
 
 
 def _filled(chat: Chat, row: Row, system: str | None) -> list[dict[str, Any]]:
-    """What is asked, and behind it the row's own answer where it has one, as the model reads and writes objects."""
+    """The question, followed by the row's own answer if it has one, with objects in the format of the model."""
     return chat.filled([*_messages(row, system), *row.extra["own"]], row.source)
 
 

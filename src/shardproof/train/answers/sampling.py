@@ -1,4 +1,4 @@
-"""How an answer is written, token by token."""
+"""How an answer is generated, token by token."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ class Sampling:
     Attributes:
         max_new_tokens: the longest answer.
         temperature: 0 takes the likeliest token each time.
-        top_p, top_k: draw from the likeliest tokens that sum up to this, and from so many; a `top_k` of 0: from all.
-        repetition_penalty: what the scores of tokens that were read or written are divided by.
-        num_beams: how many answers are followed at once, of which the likeliest is given.
+        top_p, top_k: sample from the likeliest tokens whose probabilities sum to `top_p`, and from at most `top_k`; 0:
+            from all.
+        repetition_penalty: the divisor for the scores of tokens that have already occurred.
+        num_beams: how many answers beam search follows; the likeliest is returned.
         stop_words: texts before which an answer ends.
 
-    What is None is as the model's `generation_config` has it, or transformers' default.
+    None stands for the value in the model's `generation_config`, or the default in transformers.
     """
 
     max_new_tokens: int = 128
@@ -31,7 +32,7 @@ class Sampling:
     stop_words: Sequence[str] = ()
 
     def arguments(self) -> dict[str, Any]:
-        """In the words of transformers' `generate`."""
+        """The arguments for `generate` in transformers."""
         found: dict[str, Any] = {"do_sample": self.temperature > 0, "num_beams": self.num_beams}
         if self.temperature > 0:
             found |= {"temperature": self.temperature, "top_p": self.top_p}
@@ -39,12 +40,12 @@ class Sampling:
         return found | {name: value for name, value in chosen.items() if value is not None}
 
     def ended(self, text: str) -> str:
-        """What stands before the first stop word: the one that is complete first, with which an answer ends."""
+        """The text before the first stop word, which is the one that is complete first."""
         found = [(at + len(word), at) for word in self.stop_words if (at := text.find(word)) >= 0]
         return text[: min(found, default=(0, len(text)))[1]]
 
     def shown(self, pieces: Iterable[str]) -> Iterator[str]:
-        """The same of a text that comes in pieces: what may be the beginning of a stop word is held back."""
+        """The same for a text that comes in pieces; a possible beginning of a stop word is held back."""
         held = ""
         for piece in pieces:
             held += piece
@@ -58,5 +59,5 @@ class Sampling:
 
 
 def _begun(text: str, word: str) -> int:
-    """How many characters at the end of a text are the beginning of a word."""
+    """How many characters at the end of a text are a prefix of a word."""
     return next((n for n in range(min(len(text), len(word) - 1), 0, -1) if word.startswith(text[-n:])), 0)

@@ -1,4 +1,4 @@
-"""A model that writes: transformers' generate(), with where answers end, what room there is, and what is told of it."""
+"""Text generation with transformers' generate(): ends of answers, limits on their length, and warnings."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shardproof")
 
-SOME = 16  # tokens, by which a model shows whether it reads padding
+SOME = 16  # tokens, enough to see whether a model reads padding
 
 
 class Tells:
-    """What is told of answers, and how tokens become texts.
+    """Warnings about answers, and decoding.
 
     Args:
         tokenizer: the model's own.
-        named: what messages call the model.
-        tells: whether this process is the one that warns.
+        named: the name of the model in messages.
+        tells: whether this process shows warnings.
 
     Attributes:
         limit: how many tokens a question and its answer may have; None for any number.
@@ -46,13 +46,13 @@ class Tells:
         self._told: set[str] = set()  # warnings
 
     def tell(self, warning: str) -> None:
-        """Once, by one process."""
+        """Show a warning once, from one process."""
         if self._tells and warning not in self._told:
             self._told.add(warning)
             log.warning(warning)
 
     def lacks_room(self, prompt: int) -> str | None:
-        """Why there is no room for an answer behind a question of so many tokens, if there is none."""
+        """Why there is no room for an answer after a question of `prompt` tokens, or None if there is."""
         if self.limit is None or prompt < self.limit:
             return None
         return f"the question has {prompt} tokens, and {self._of_limit()}: there is no room for an answer"
@@ -61,29 +61,29 @@ class Tells:
         raise NotImplementedError
 
     def texts(self, tokens: Any, sampling: Sampling) -> list[str]:
-        """The answers that `write` gave."""
+        """The answers from `write`, as text."""
         decoded = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return [sampling.ended(text).strip() for text in decoded]
 
     def _look_at(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Keep what was `written`, and tell of tokens, those of each row, that the tokenizer makes nothing of."""
+        """Keep what was `written`, and warn about tokens, given per row, that the tokenizer cannot decode."""
         self.written = self.tokenizer.decode(tokens[0])
         beyond = [one for one in dict.fromkeys(chain(*tokens)) if one >= len(self.tokenizer)]
         if unknown := [str(one) for one in beyond if not self.tokenizer.decode([one])]:
             shown = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
             self.written = self.written or f"tokens {shown}, which its tokenizer does not have"
             self.tell(
-                f"{self.named[:1].upper()}{self.named[1:]} writes tokens that its tokenizer does not have, which are"
-                " left out: the tokenizer is that of another model, or the model has learnt little."
+                f"{self.named[:1].upper()}{self.named[1:]} generates tokens that its tokenizer does not have, which"
+                " are left out: the tokenizer belongs to another model, or the model has learned little."
             )
 
 
 class Writer(Tells):
-    """Writes behind the tokens of a question.
+    """Generates answers after the tokens of questions.
 
     Args:
-        model: of transformers, sharded or not, with adapters or without.
-        tokenizer, named, tells: as of `Tells`.
+        model: a transformers model, sharded or not, with adapters or without.
+        tokenizer, named, tells: as for `Tells`.
 
     Raises:
         ConfigError: the model has no generate().
@@ -98,18 +98,18 @@ class Writer(Tells):
                 f"{type(self._inner).__name__} cannot generate: it has no generate(). Derive it from"
                 f" transformers.GenerationMixin as well."
             )
-        # transformers' cache is one of layers, and asks the config how many there are.
+        # The cache in transformers is per layer, and reads their number from the config.
         self.remembers = hasattr(self._inner.config.get_text_config(decoder=True), "num_hidden_layers")
         known = getattr(getattr(self._inner, "generation_config", None), "eos_token_id", None)
         self._ends = {plain: stops(tokenizer, known, turns=not plain) for plain in (True, False)}
         self.limit = learnt_positions(self._inner)
-        self._reads: bool | None = None  # padding, where that is known
+        self._reads: bool | None = None  # whether it reads padding, if known
 
     def _of_limit(self) -> str:
-        return f"{self.named} has learnt {self.limit} positions, and none beyond"
+        return f"{self.named} has learned only {self.limit} positions"
 
     def room(self, prompt: int, wanted: int) -> int:
-        """How many tokens may be written behind a prompt of so many: a model that has learnt its positions has no more.
+        """How many tokens may be generated after a prompt of `prompt` tokens: learned positions are limited.
 
         Raises:
             ConfigError: none.
@@ -117,8 +117,8 @@ class Writer(Tells):
         limit, made_for = self.limit, rotary_positions(self._inner.config)
         if made_for is not None and prompt + wanted > made_for:
             self.tell(
-                f"With --max-new-tokens {wanted} an answer may go beyond the {made_for} positions that {self.named} is "
-                "made for. What it writes there may make no sense."
+                f"With --max-new-tokens {wanted} an answer may exceed the {made_for} positions that {self.named} was "
+                "made for. The text beyond them may make no sense."
             )
         if limit is None or prompt + wanted <= limit:
             return wanted
@@ -129,13 +129,13 @@ class Writer(Tells):
     def write(
         self, inputs: Any, sampling: Sampling, plain: bool, streamer: Any = None, enough: Event | None = None
     ) -> Any:
-        """What is written behind `inputs`, which lie on the model's device: token ids, (rows, length). Rows of
-        different lengths are asked one by one where the model reads padding, or where that takes the room of answers.
+        """The token ids generated after `inputs`, which are on the model's device, (rows, length). Rows of different
+        lengths are run one by one if the model reads padding, or if padding would leave too little room for answers.
 
         Args:
-            plain: no chat template is around the question, so that no end of a turn ends the answer.
-            streamer: of transformers.
-            enough: ends the answer once it is set.
+            plain: the question has no chat template, so the answer is not ended by an end-of-turn token.
+            streamer: a streamer from transformers.
+            enough: an event that ends the answer when set.
         """
         if len(inputs["input_ids"]) > 1 and self._apart(inputs, sampling):
             return self._one_by_one(inputs, sampling, plain)
@@ -168,12 +168,12 @@ class Writer(Tells):
             )
         if room < sampling.max_new_tokens and tokens.shape[1] == prompt + room:
             limit = prompt + room
-            self.tell(f"An answer ends with the last of the {limit} positions that the model has learnt.")
+            self.tell(f"An answer ends with the last of the {limit} positions that the model has learned.")
         self._look_at(tokens[:, prompt:].tolist())
         return tokens[:, prompt:]
 
     def _apart(self, inputs: Any, sampling: Sampling) -> bool:
-        """Whether rows have padding before them with which their answers would be others."""
+        """Whether rows are padded in a way that would change their answers."""
         import torch
 
         from shardproof.train.model.left_padding import reads_padding
@@ -199,7 +199,7 @@ class Writer(Tells):
 
     @contextlib.contextmanager
     def _told_plainly(self) -> Iterator[None]:
-        """Of a model whose code is not transformers', say what it lacks for generate()."""
+        """For a model whose code is not from transformers, report what it lacks for generate()."""
         kind = type(self._inner)
         try:
             yield

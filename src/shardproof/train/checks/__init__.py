@@ -1,1 +1,1 @@
-"""What is refused before a run starts, by its options and by the folder that it would go on from."""
+"""Checks before a run starts, of its options and of the folder that it would continue from."""

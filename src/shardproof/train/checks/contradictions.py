@@ -1,4 +1,4 @@
-"""Options that mean nothing without another one, or against it. What an option is by default is never an error."""
+"""Options that need another one or contradict it. The default of an option is never an error."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from shardproof.train.options.option import first_given, flag
 from shardproof.train.options.tuners import FULL, LORA
 
 OF_ANSWERS = "predict_with_generate", "answer_metrics", "max_new_tokens", "stop_words"
-KEPT = {"row_cache": "only rows whose answers are learnt are kept"}
+KEPT = {"row_cache": "only rows whose answers are learned are kept"}
 LABELS = ("num_labels", "label_names", "problem_type")
-# Options that mean nothing to rows with labels, and why.
+# Options that do not apply to rows with labels, and why.
 NOT_OF_LABELS = {
     "packing": "a row is classified by its last token, and packed rows share one",
     "streaming": "labels are counted before training",
     "chunked_loss": "a classifier has no logits over the vocabulary",
-    **dict.fromkeys(("loss", "loss_type"), "what is learnt from a row is its label"),
+    **dict.fromkeys(("loss", "loss_type"), "what is learned from a row is its label"),
     **KEPT | dict.fromkeys(OF_ANSWERS, "no answers are generated"),
     "label_smoothing_factor": "it applies to the tokens of answers",
     "token_weights": "it weights the tokens of answers",
@@ -37,12 +37,12 @@ NOT_OF_LABELS = {
     "model_type": "plugin models generate text",
     **dict.fromkeys(("rope_scaling", "max_model_len"), "classifiers keep the positions of their model"),
 }
-# The same of rows whose texts are embedded.
+# The same for rows whose texts are embedded.
 NOT_OF_EMBEDDINGS = {
     "agent_template": "embedded texts do not call tools",
     "packing": "each text has its own embedding",
     "streaming": "texts are counted before training",
-    **dict.fromkeys(("loss_type", "label_smoothing_factor", "token_weights"), "no tokens are learnt"),
+    **dict.fromkeys(("loss_type", "label_smoothing_factor", "token_weights"), "no tokens are learned"),
     "router_aux_loss_coef": NOT_OF_LABELS["router_aux_loss_coef"],
     "rope_scaling": "embedding models keep their positions",
     "max_model_len": "embedding models keep their positions",
@@ -59,13 +59,13 @@ NOT_OF_PAIRS = {
     "metrics": "plugin metrics are computed from labels",
     **dict.fromkeys(LABELS, "a pair gets one score"),
 }
-# The same of pairs about which a model that writes is asked.
+# The same for pairs that a generative model is asked about.
 NOT_OF_ASKED = NOT_OF_PAIRS | {
     "plain": "the model is asked through its chat template",
     "rope_scaling": "the model keeps its positions",
     "max_model_len": "the model keeps its positions",
     "liger_kernel": "its loss covers all tokens",
-    "router_aux_loss_coef": "only one token of each pair is learnt",
+    "router_aux_loss_coef": "only one token of each pair is learned",
     "model_type": "infer only loads transformers models",
 }
 NOT_OF = {
@@ -126,14 +126,14 @@ def check_together(config: RunConfig) -> None:
 
 
 def _refuse_with(asked: str, config: RunConfig, against: Mapping[str, str]) -> None:
-    """Raise ConfigError where one of the options `against` what is `asked` for is given, with the reason there."""
+    """Raise ConfigError if one of the options in `against`, which conflict with `asked`, is given, with its reason."""
     for name, why in against.items():
         if getattr(config, name, None):
             raise ConfigError(f"{asked} and {flag(name)}: {why}. Leave one of them out.")
 
 
 def _check_deterministic(config: RunConfig) -> None:
-    """What has other bits on another number of processes."""
+    """Options whose results depend on the number of processes."""
     if not getattr(config, "deterministic", False):
         return
     own_numbers = "each process draws its own random numbers"
@@ -152,7 +152,7 @@ def _check_deterministic(config: RunConfig) -> None:
 
 
 def _check_changes(config: RunConfig) -> None:
-    """What a run cannot change in its model."""
+    """Changes to the model that are not possible."""
     names = getattr(config, "new_special_tokens", [])
     if names:
         tokens_of(names)
@@ -167,7 +167,7 @@ def _check_changes(config: RunConfig) -> None:
 
 
 def _check_streaming(config: RunConfig) -> None:
-    """What needs to know all rows, and what is only for a stream of them."""
+    """Options that need all rows, and options that are only for streaming."""
     if not getattr(config, "streaming", False):
         if given := first_given(config, ("shuffle_buffer_size",)) if hasattr(config, "shuffle_buffer_size") else "":
             raise ConfigError(f"{given} needs --streaming. Without it, all rows are shuffled in each epoch.")
@@ -188,7 +188,7 @@ def _check_streaming(config: RunConfig) -> None:
 
 
 def _check_cached(config: RunConfig) -> None:
-    """What is about rows that are read, where none are, and what cached rows cannot be."""
+    """Options for reading rows if none are read, and options that do not work with cached rows."""
     cached = first_given(config, ("cached_dataset", "cached_val_dataset"))
     if cached and getattr(config, "streaming", False):
         raise ConfigError(
@@ -202,7 +202,7 @@ def _check_cached(config: RunConfig) -> None:
 
 
 def check_whole(config: RunConfig, command: str) -> None:
-    """Raise ConfigError for a stream where a command looks at all rows."""
+    """Raise ConfigError for --streaming with a command that needs all rows."""
     if getattr(config, "streaming", False):
         raise ConfigError(
             f"'shardproof {command}' needs all rows. Leave --streaming out, and take some of them:"
@@ -211,7 +211,7 @@ def check_whole(config: RunConfig, command: str) -> None:
 
 
 def check_evaluation(config: RunConfig) -> None:
-    """Raise ConfigError for an evaluation on nothing, or what looks at evaluations that there are none of."""
+    """Raise ConfigError for an evaluation without rows, or for an option that needs evaluations if there are none."""
     if config.val_split and (given := first_given(config, ("val_dataset", "cached_val_dataset"))):
         raise ConfigError(f"{given} and --val-split mean the same: give one of them.")
     given = "--eval-steps" if config.eval_steps else f"--eval-strategy {config.eval_strategy}"
@@ -243,7 +243,7 @@ def check_evaluation(config: RunConfig) -> None:
 
 
 def _check_padding_free(config: RunConfig) -> None:
-    """What does not go together with rows that are laid end to end."""
+    """Options that do not work with concatenated rows."""
     against = {
         "packing": "packed rows have no padding",
         "compile": "the model would be recompiled for each number of tokens in a batch",
@@ -254,7 +254,7 @@ def _check_padding_free(config: RunConfig) -> None:
 
 
 def _check_sequence(config: RunConfig) -> None:
-    """What does not go together with rows that are cut into parts."""
+    """Options that do not work with rows that are split across processes."""
     if getattr(config, "sequence_parallel", 1) == 1:
         return
     if config.attn not in (None, "sdpa", "varlen"):
@@ -279,7 +279,7 @@ def _check_sequence(config: RunConfig) -> None:
 
 
 def _check_task(config: RunConfig) -> None:
-    """What is only for rows with labels, or for those that are embedded, and what is not for them."""
+    """Options that apply only to some tasks, and options that do not apply to a task."""
     if config.recipe == "sft" and (given := first_given(config, LABELS)):
         raise ConfigError(f"{given} applies to classifiers, and this run learns answers: add --task seq_cls.")
     task = getattr(config, "task", "causal_lm")
@@ -332,7 +332,7 @@ def _check_optimizer(config: RunConfig) -> None:
 
 
 def _check_four_bits(config: RunConfig) -> None:
-    """What does not go together with a base in four bits."""
+    """Options that do not work with a 4-bit base model."""
     against = {
         "dora": "it needs the norms of weights, and these are packed",
         "compile": "the kernels that unpack weights cannot be compiled",
@@ -343,7 +343,7 @@ def _check_four_bits(config: RunConfig) -> None:
 
 
 def check_bits(config: RunConfig) -> None:
-    """Raise ConfigError where bitsandbytes is needed and not installed."""
+    """Raise ConfigError if bitsandbytes is needed but not installed."""
     eight = f"--optimizer {EIGHT_BITS}" if config.optimizer == EIGHT_BITS else None
     asked = f"--quantize {config.quantize}" if config.quantize else eight
     if asked and importlib.util.find_spec("bitsandbytes") is None:
@@ -351,14 +351,14 @@ def check_bits(config: RunConfig) -> None:
 
 
 def check_offload(offload: str | None, option: str = "--offload ") -> None:
-    """Raise ConfigError for a place that is none. `option`: what is written before it."""
+    """Raise ConfigError for an invalid destination. `option`: the text before it in messages."""
     if offload in (None, "optimizer", "all"):
         return
     kind, _, folder = offload.partition(":")
     if kind != "nvme" or not folder:
         raise ConfigError(f"{option}{offload} must be optimizer, all or nvme:FOLDER.")
     if not Path(folder).is_dir():
-        raise ConfigError(f"{option}nvme:{folder}: there is no such folder. Make it on a fast local disk.")
+        raise ConfigError(f"{option}nvme:{folder}: there is no such folder. Create it on a fast local disk.")
 
 
 def _check_mixture(config: RunConfig) -> None:
@@ -378,7 +378,7 @@ def _check_mixture(config: RunConfig) -> None:
 
 
 def check_columns(columns: dict[str, str], fields: Sequence[str] = FIELDS, others: bool = False) -> None:
-    """Raise ConfigError for a field that no row can have. `others`: any name may be a column."""
+    """Raise ConfigError for a field that rows do not have. `others`: any name may be a field."""
     for field, column in columns.items():
         if field not in fields and not others:
             near = difflib.get_close_matches(field, fields, n=1)

@@ -1,11 +1,11 @@
-"""The schedule of learning rates that a run asks for."""
+"""Check of the learning rate schedule of a run."""
 
 from __future__ import annotations
 
 from shardproof.errors import ConfigError, did_you_mean
 from shardproof.train.options.config import RunConfig
 
-# What transformers' schedules take besides the numbers of steps.
+# Arguments of the schedules in transformers besides the numbers of steps.
 OF_SCHEDULER: dict[str, tuple[str, ...]] = {
     "cosine": ("num_cycles",),
     "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),

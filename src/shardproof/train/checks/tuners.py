@@ -1,4 +1,4 @@
-"""Options about adapters, and which of them mean something to the kind that --tuner names."""
+"""Options for adapters, and which of them apply to the kind that --tuner names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMED = "freeze_parameters", "trainable_parameters", "lisa_activated_layers", "n
 
 
 def check_tuner(config: RunConfig) -> None:
-    """Raise ConfigError for what is about adapters of another kind, or about none."""
+    """Raise ConfigError for options that do not apply to the --tuner of the run."""
     if config.tuner == FULL and (given := first_given(config, OF_ADAPTERS)):
         raise ConfigError(f"{given} applies to adapters, and --tuner full trains every weight: add --tuner lora.")
     if config.tuner != FULL and (given := first_given(config, [n for n in NAMED if hasattr(config, n)])):

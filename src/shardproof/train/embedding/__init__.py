@@ -1,1 +1,1 @@
-"""Models that embed texts and files: losses, measures, the recipe, and a trained one that is asked."""
+"""Models that embed texts and files: losses, metrics, the recipe, and inference with a trained model."""

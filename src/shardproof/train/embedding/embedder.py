@@ -1,4 +1,4 @@
-"""Ask a trained model for the embeddings of texts, and of files where it takes them."""
+"""Embed texts with a trained model, and files if it takes them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from shardproof.train.embedding.pooling import Embedding, pooled
 from shardproof.train.options.config import SftConfig
 from shardproof.train.rows.media import files_taken, media_limits
 
-DIGITS = 6  # of what is written
+DIGITS = 6  # of numbers that are written
 
 
 class Embedder(Loaded):
     """A model that embeds texts, and its tokenizer.
 
     Args:
-        embedding: how it does so.
-        system: what stands before queries in place of the model's own prompt.
+        embedding: how the model embeds texts.
+        system: the prompt before queries, instead of the model's own.
         stage: as for `Loaded`.
-        media: the options about files; those that are not set are as in the run.
+        media: the options for files; those that are not set are as in the run.
     """
 
     def __init__(
@@ -57,8 +57,9 @@ class Embedder(Loaded):
         self.longest = longest_of(self.tokenizer, min(known, default=None))
 
     def embeddings(self, rows: Sequence[Row]) -> list[Any]:
-        """Of each row those of its query, its positives and its negatives, in fp32, of shape (texts, width). With
-        several ranks all call it, with rows of their own, or none. What is longer than the model reads loses its end.
+        """For each row, the embeddings of its query, its positives and its negatives, in fp32, of shape (texts, width).
+        With several ranks, all call this, with their own rows or none. Texts that are too long for the model are
+        truncated.
 
         Raises:
             ConfigError: a row cannot be read by this model.
@@ -77,7 +78,7 @@ class Embedder(Loaded):
         return found
 
     def _texts(self, rows: Sequence[Row]) -> tuple[dict[str, Any], list[int]] | None:
-        """The tensors of the texts of rows, and how many each has; None of no rows."""
+        """The tensors of the texts of rows, and how many texts each row has; None for no rows."""
         if self.takes_files:
             return with_files(self.encoder, rows)
         texts, counts = [], []
@@ -100,13 +101,13 @@ def embed_rows(
     at_once: int,
     bad_rows: BadRows = "stop",
 ) -> Iterator[tuple[int, int, Sequence[BadRow]]]:
-    """Embed every row of `dataset` and write a line for each: what the row had, `messages`, `embedding`, which is that
-    of the query, and where there is something to be found, `similarities` with it, of positives and then of negatives.
+    """Embed every row of `dataset` and write a line for each: the columns of the row, `messages`, the `embedding` of
+    the query, and its `similarities` to positives and then to negatives, if there are any.
 
-    Returns: what `write_lines` yields. All ranks call it.
+    Returns: the iterator of `write_lines`. All ranks call this.
 
     Raises:
-        DataError: a row cannot be read; nothing is asked then.
+        DataError: a row cannot be read. Then nothing is written.
     """
     rows = read_rows(
         dataset, bad_rows=bad_rows, columns=columns, form=Matches(several=True, needed=False, files=True).form
@@ -126,10 +127,10 @@ def _line(row: Row, found: Any) -> dict[str, Any]:
 
 
 def rounded(values: Any) -> list[float]:
-    """As they are written."""
+    """The values as they are written."""
     return [round(value, DIGITS) for value in values.tolist()]
 
 
 def single(content: str | list[dict[str, Any]]) -> Row:
-    """A row of a query and nothing else."""
+    """A row with only a query."""
     return Row([{"role": "user", "content": content}], "", 0, {POSITIVE: [], NEGATIVE: [], LABEL: None})

@@ -1,7 +1,7 @@
-"""One vector of a text out of the vectors of its tokens, and the files of a model folder that say how it is made.
+"""One vector per text from the vectors of its tokens, and the files of a model folder that describe how.
 
-The files are those of sentence-transformers, which so loads what is trained here, and whose models are taken as they
-are. Its older names are written, which all of its releases read.
+The files are those of sentence-transformers, which can therefore load models trained here, and whose models can be used
+as they are. Its older names are written, which all of its releases read.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ MODULES, CONFIG, POOLING = "modules.json", "config_sentence_transformers.json", 
 TRANSFORMER = "sentence_bert_config.json"
 THEIR_NAMES = {"last": "lasttoken", "mean": "mean_tokens", "cls": "cls_token"}
 NEWER_NAMES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
-KNOWN = ("Transformer", "Pooling", "Normalize")  # what vectors are made by here, of the modules of a model
+KNOWN = ("Transformer", "Pooling", "Normalize")  # the modules of a model that are supported here
 
 
 def pooled(hidden: torch.Tensor, mask: torch.Tensor, how: str) -> torch.Tensor:
-    """Embeddings in fp32, of length 1 each, of shape (texts, width).
+    """Embeddings in fp32, each of length 1, of shape (texts, width).
 
     Args:
-        hidden: (texts, length, width), of the last layer.
-        mask: (texts, length), 1 where there is a token; padding may stand on either side.
-        how: `last` takes the last token of a text, `cls` the first, `mean` the mean of all.
+        hidden: the outputs of the last layer, (texts, length, width).
+        mask: (texts, length), 1 for tokens; padding may be on either side.
+        how: `last` uses the last token of a text, `cls` the first, `mean` the mean of all.
     """
     rows = torch.arange(len(hidden), device=hidden.device)
     if how == "mean":
@@ -47,8 +47,8 @@ def pooled(hidden: torch.Tensor, mask: torch.Tensor, how: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Embedding:
-    """How the model in a folder embeds texts: by which tokens, what stands before queries (see `prompt_of`, where texts
-    are encoded), which kinds of files it takes beside them, and how many tokens of a text it reads."""
+    """How the model in a folder embeds texts: the pooling, the prompt before queries (see `prompt_of`, where texts are
+    encoded), the kinds of files it takes besides texts, and how many tokens of a text it reads."""
 
     pooling: str
     prompt: str | None = None
@@ -56,7 +56,7 @@ class Embedding:
     longest: int | None = None
 
     def write(self, folder: Path, width: int) -> None:
-        """Say so in the words of sentence-transformers."""
+        """Write this in the format of sentence-transformers."""
         kind = "sentence_transformers.models"
         names = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
         modules = [
@@ -75,7 +75,7 @@ class Embedding:
             (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
     def _of_files(self) -> dict[str, Any]:
-        """Of a model that takes files: by what it is asked for texts and files."""
+        """For a model that takes files: how it is called with texts and files."""
         if not self.files:
             return {}
         asked = {"method": "forward", "method_output_name": "last_hidden_state"}
@@ -91,14 +91,14 @@ class Embedding:
 
 
 def embedding_in(folder: Path) -> Embedding | None:
-    """How the model in a folder embeds texts, or None of a model that does not say that it does.
+    """How the model in a folder embeds texts, or None for a model without such files.
 
     Raises:
-        ConfigError: it does so in a way that there is not here.
+        ConfigError: it does so in a way that is not supported here.
     """
     if not (folder / MODULES).is_file() or not (folder / POOLING).is_file():
         return None
-    _check_modules(str(folder), "It cannot be asked here: sentence-transformers does so.")
+    _check_modules(str(folder), "Such modules are not supported here: use sentence-transformers.")
     pooling = _pooling(json.loads((folder / POOLING).read_text(encoding="utf-8")), str(folder))
     said, how = (
         json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -109,12 +109,12 @@ def embedding_in(folder: Path) -> Embedding | None:
 
 
 def files_in(how: dict[str, Any]) -> tuple[str, ...]:
-    """The kinds of files that a model takes, as its folder's file TRANSFORMER says."""
+    """The kinds of files that a model takes, according to the file TRANSFORMER in its folder."""
     return tuple(kind for kind in how.get("modality_config") or () if kind in KINDS)
 
 
 def _check_modules(model: str, way: str) -> None:
-    """Raise ConfigError for a model that makes vectors by more than there is here (EmbeddingGemma's `Dense`)."""
+    """Raise ConfigError for a model with modules that are not supported here (EmbeddingGemma's `Dense`)."""
     names = [str(module.get("type", "")).rpartition(".")[2] for module in content_of(model, MODULES) or []]
     if more := sorted({*names} - {*KNOWN}):
         raise ConfigError(f"The model {model} also applies {', '.join(more)} to its vectors ({MODULES}). {way}")
@@ -127,19 +127,20 @@ def _pooling(said: dict[str, Any], model: str) -> str:
     found = newer if newer else on[0] if len(on) == 1 else on
     if not isinstance(found, str) or found not in known:
         raise ConfigError(
-            f"The model {model} pools by {found}. There is {', '.join(THEIR_NAMES)}: choose by --pooling."
+            f"The model {model} pools with {found}, which is not supported. Set --pooling to one of"
+            f" {', '.join(THEIR_NAMES)}."
         )
     return known[found]
 
 
 def pooling_of(model: str) -> str:
-    """How a run begins to pool, where no option says so: as the files of sentence-transformers beside the model say, or
-    by the last token of a model that writes, or else by the mean."""
+    """The default pooling of a run: as in the sentence-transformers files beside the model, or else the last token for
+    generative models, and the mean for others."""
     if model == TINY:
         return "last"
     found = said_by(model, POOLING)
     if found:
-        _check_modules(model, "Such modules are not trained here: --pooling mean begins without them.")
+        _check_modules(model, "Such modules are not trained here: add --pooling mean to start without them.")
         return _pooling(found, model)
     classes = said_by(model, "config.json").get("architectures") or []
     writing = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")

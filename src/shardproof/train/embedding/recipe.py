@@ -1,7 +1,7 @@
 """Fine-tuning a model that embeds texts, and files if it takes them, from top to bottom: the recipe of `shardproof sft
 --task embedding`.
 
-What is like in `seq_cls` is not repeated.
+Comments on what is the same in `seq_cls` are not repeated.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from shardproof.train.run import Prepared
 from shardproof.train.settings import add_in_one_order, for_sft_trainer
 from shardproof.train.watching.view import View, Write
 
-BODY, ADAPTED = "AutoModel", "FEATURE_EXTRACTION"  # the class of transformers, and PEFT's word for what it is for
+BODY, ADAPTED = "AutoModel", "FEATURE_EXTRACTION"  # the class in transformers, and PEFT's name for the task
 PAIRED = ("cosine_similarity", "contrastive")
 MEASURES = {INFONCE: ("accuracy", "mrr", "mean_pos"), **dict.fromkeys(PAIRED, ("pearson", "spearman"))}
 
 
 def check(config: SftConfig, world_size: int) -> Batch:
-    """What can be known from the options alone; imports nothing heavy."""
+    """Check what can be known from the options alone; imports nothing heavy."""
     check_columns(config.columns, MATCH_FIELDS)
     if config.dataset in ([], ["stdlib"]) and not config.cached_dataset:
         raise ConfigError("--task embedding needs rows with a 'positive': name a file of them with --dataset.")
@@ -65,7 +65,7 @@ def read(config: SftConfig) -> tuple[Any, Any]:
     """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy.
 
     Raises:
-        DataError: a file is missing, or a row is bad: one without a positive, or with a label that this loss has not.
+        DataError: a file is missing, or a row is bad: it has no positive, or a label that this loss does not support.
     """
     from shardproof.data.rows import read_rows
 
@@ -74,10 +74,10 @@ def read(config: SftConfig) -> tuple[Any, Any]:
 
 
 def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
-    """Make the tokenizer and the output folder, encode the rows that `read` gave.
+    """Create the tokenizer and the output folder, and encode the rows from `read`.
 
     Raises:
-        ConfigError, DataError: everything a user can put right, found before any process is started.
+        ConfigError, DataError: for everything a user can fix, before any process is started.
     """
     batch = check(config, world_size)
     config = resolved(config)
@@ -87,7 +87,7 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
 
 
 def _compared(config: SftConfig, batch: Batch, rows: Any, processing: Any) -> Any:
-    """`encode` of rows that have something to be told from."""
+    """`encode`, with a check that there are texts to compare with."""
     encoded = encode(config, rows, processing)
     if config.loss == INFONCE and batch.micro * batch.readers == 1 and encoded.report.most == 2:
         raise ConfigError(
@@ -98,26 +98,26 @@ def _compared(config: SftConfig, batch: Batch, rows: Any, processing: Any) -> An
 
 
 def resolved(config: SftConfig) -> SftConfig:
-    """The options with what goes without saying written out: so it stands in config.yaml."""
+    """The options with their defaults made explicit, for config.yaml."""
     from shardproof.train.embedding.pooling import pooling_of
 
     loss, temperature = loss_of(config), config.loss_temperature
     pooling = config.pooling or pooling_of(config.begins_with)
     if loss == INFONCE and temperature is None:
-        temperature = 0.1  # that of ms-swift
+        temperature = 0.1  # as in ms-swift
     return config.model_copy(update={"loss": loss, "loss_temperature": temperature, "pooling": pooling})
 
 
 def encode(config: SftConfig, rows: Any, processing: Any, prompt: str | None = None) -> Any:
-    """The token ids of the texts of rows; its `report` says what became of them. `prompt`: what stands before queries,
-    where that is not --system."""
+    """The token ids of the texts of rows; its `report` says how many were kept. `prompt`: the prompt before queries, if
+    it is not --system."""
     from shardproof.data.encoding.embed import MatchEncoder, prompt_of
 
     tokenizer = tokenizer_of(processing)
     if tokenizer.pad_token_id is None:
         raise ConfigError(f"The tokenizer of {config.model} has no padding token. Set its pad_token.")
     if tokenizer is processing:
-        processing.chat_template = None  # here, and in the model that comes out
+        processing.chat_template = None  # here and in the saved model
         encoder = MatchEncoder(processing, prompt or prompt_of(config.system, ()))
     else:
         check_options(config)
@@ -126,7 +126,7 @@ def encode(config: SftConfig, rows: Any, processing: Any, prompt: str | None = N
 
 
 def encoded_by(config: SftConfig, rows: Any, processing: Any, encoder: Any) -> Any:
-    """What an encoder makes of rows, by these options: of a model that takes files they are read again in training."""
+    """Rows encoded with these options. For a model that takes files, they are read again in training."""
     from shardproof.data.encoding.beside import as_many_as_help
     from shardproof.data.encoding.embed import MatchReport, encode_matches
     from shardproof.data.media.rows import MediaRows
@@ -145,14 +145,14 @@ def encoded_by(config: SftConfig, rows: Any, processing: Any, encoder: Any) -> A
 
 
 def media_encoder(config: SftConfig, processing: Any) -> Any:
-    """Of a model that takes files."""
+    """The encoder for a model that takes files."""
     from shardproof.data.media.embed import MediaMatchEncoder
 
     return MediaMatchEncoder(processing, media_limits(config, processing), config.system)
 
 
 def media_collator(config: SftConfig, processing: Any) -> Any:
-    """What makes batches of rows, of a model that takes files."""
+    """The collator for a model that takes files."""
     from shardproof.data.media.embed import MediaMatchCollator
 
     return MediaMatchCollator(media_encoder(config, processing), config.lost_files)
@@ -164,7 +164,7 @@ def import_libraries(config: SftConfig) -> None:
 
 
 def trained(model: Any, config: SftConfig) -> Any:
-    """With the parts frozen that are not trained, and with its adapters."""
+    """The model with its adapters, and with the parts frozen that are not trained."""
     model = in_bits(model, config)
     if config.fp8:
         from shardproof.train.model.fp8 import in_fp8
@@ -177,7 +177,7 @@ def build(prepared: Prepared) -> Any:
     """The model of a run, with its adapters.
 
     Raises:
-        ConfigError: files are all that reaches what is trained, and no row has such files.
+        ConfigError: only files reach the trained parts, and no row has such files.
     """
     from shardproof.data.encoding.embed import at_length
 
@@ -191,7 +191,7 @@ def build(prepared: Prepared) -> Any:
 def train(prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:
     """Train on this rank and save. Collective: every rank of the process group calls it.
 
-    Any of `signals` ends training after the step it comes in, and the weights of that step are saved.
+    Any of `signals` ends training after the current step, and its weights are saved.
 
     Returns: the signal that ended training, or 0.
     """
@@ -215,7 +215,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             embedding=Embedding(str(config.pooling), prompt_of(config.system, files), files),
             kind=loss_of(config),
             temperature=config.loss_temperature or 1.0,
-            **for_sft_trainer(prepared, [*callbacks, *tries_padding(prepared, "Take another model.")]),
+            **for_sft_trainer(prepared, [*callbacks, *tries_padding(prepared, "Use another model.")]),
         )
 
     return run.train(prepared, model, make_trainer, view, write, signals)

@@ -1,4 +1,4 @@
-"""Losses over embeddings of length 1, and how well they find what they should."""
+"""Losses over embeddings of length 1, and metrics of retrieval and correlation."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-MARGIN = 0.5  # of the contrastive loss: how far apart texts have to be that do not match (1 - cosine)
-AT_ONCE = 256  # queries that are compared with everything at a time
+MARGIN = 0.5  # of the contrastive loss: the least distance (1 - cosine) of texts that do not match
+AT_ONCE = 256  # queries compared with all texts at a time
 
 
 class Embedded(NamedTuple):
-    """Embeddings of a batch: queries and their positives, both (rows, width), negatives of any of the rows (n, width),
-    the keys of positives and negatives, the same for equal texts (rows + n,), and the scores of the rows (rows,)."""
+    """The embeddings of a batch: queries and their positives, both (rows, width); negatives of all rows (n, width);
+    keys of positives and negatives, which are the same for equal texts (rows + n,); and the scores of rows (rows,)."""
 
     queries: torch.Tensor
     positives: torch.Tensor
@@ -23,12 +23,12 @@ class Embedded(NamedTuple):
 
     @classmethod
     def of(cls, texts: torch.Tensor, rows: int, keys: torch.Tensor, scores: torch.Tensor) -> Embedded:
-        """Of embeddings in the order of `collate_matches`, and maybe one of no row behind them."""
+        """From embeddings in the order of `collate_matches`, possibly followed by one that belongs to no row."""
         return cls(texts[:rows], texts[rows : 2 * rows], texts[2 * rows : rows + len(keys)], keys, scores)
 
     @classmethod
     def together(cls, batches: list[Embedded]) -> Embedded:
-        """All of these as one batch."""
+        """These batches as one."""
         rows = [len(batch.queries) for batch in batches]
         columns = [torch.cat(column) for column in zip(*batches, strict=True)]
         parts = [(batch.keys[:n], batch.keys[n:]) for batch, n in zip(batches, rows, strict=True)]
@@ -36,8 +36,8 @@ class Embedded(NamedTuple):
         return cls(columns[0], columns[1], columns[2], keys, columns[4])
 
     def similarities(self, some: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of some queries with every positive and negative of the batch, (queries, texts), and which of these texts are
-        no negatives of a query, although they are not the positive of its row: texts that equal it."""
+        """The similarities of some queries to every positive and negative of the batch, (queries, texts), and which of
+        these texts do not count as negatives of a query because they are equal to its positive."""
         found = torch.cat([self.positives, self.negatives])
         similar = self.queries[some] @ found.T
         own = torch.arange(len(self.queries), device=similar.device)[some]
@@ -62,8 +62,8 @@ def cosine_similarity(batch: Embedded) -> torch.Tensor:
 
 
 def contrastive(batch: Embedded) -> torch.Tensor:
-    """The sum over rows of half the square of how far its texts are apart, or, where its score is 0, of what they lack
-    of the margin.
+    """The sum over rows of half the squared distance of its texts or, if its score is 0, of half the square of what the
+    distance lacks to the margin.
 
     Source: Hadsell et al., Dimensionality Reduction by Learning an Invariant Mapping (CVPR 2006).
     """
@@ -75,8 +75,8 @@ def contrastive(batch: Embedded) -> torch.Tensor:
 def retrieval(batch: Embedded) -> dict[str, float]:
     """How well the queries find their positives among all positives and negatives of the batch.
 
-    Returns: `accuracy`, the share whose positive is nearest; `mrr`, the mean of one over its place; `mean_pos`, the
-        mean similarity of a query and its positive; `mean_neg`, with all other texts.
+    Returns: `accuracy`, the share of queries whose positive is nearest; `mrr`, the mean reciprocal rank of positives;
+        `mean_pos`, the mean similarity of a query to its positive; `mean_neg`, to all other texts.
     """
     places, positive, negative, others = [], 0.0, 0.0, 0
     for start in range(0, len(batch.queries), AT_ONCE):
@@ -98,21 +98,22 @@ def retrieval(batch: Embedded) -> dict[str, float]:
 
 
 def correlation(batch: Embedded) -> dict[str, float]:
-    """How the similarity of the two texts of a row goes with its score: `pearson` and, of their ranks, `spearman`."""
+    """The correlation of the similarity of the two texts of a row with its score: `pearson` and, over ranks,
+    `spearman`."""
     similar = (batch.queries * batch.positives).sum(-1).double()
     scores = batch.scores.double()
     return {"pearson": _pearson(similar, scores), "spearman": _pearson(_ranks(similar), _ranks(scores))}
 
 
 def _pearson(x: torch.Tensor, y: torch.Tensor) -> float:
-    """0 where one side does not vary."""
+    """Pearson's correlation; 0 if one side is constant."""
     x, y = x - x.mean(), y - y.mean()
     spread = float(x.norm() * y.norm())
     return float(x @ y) / spread if spread else 0.0
 
 
 def _ranks(values: torch.Tensor) -> torch.Tensor:
-    """Equal values share the mean of their ranks."""
+    """The ranks of values; equal values share the mean of their ranks."""
     _, place, counts = values.unique(return_inverse=True, return_counts=True)
     ends = counts.cumsum(0).double()
     return (ends - (counts.double() - 1) / 2)[place]

@@ -21,24 +21,25 @@ from shardproof.train.trainer import SftTrainer
 
 
 class EmbeddingTrainer(SftTrainer):
-    """Losses are sums over rows divided by the rows of the step on all ranks, which are as many in each step.
+    """Losses are sums over rows divided by the number of rows in the step on all ranks, which is the same in each step.
 
     [Note: negatives of all ranks] The negatives of a row are the texts of a micro-batch on all ranks. Every rank
-    gathers the embeddings of the others and computes the loss of all rows, with its own embeddings alive. The gradient
-    that passes through these is the whole of what they contribute, also as negatives of the rows of other ranks; added
-    over ranks it is that of one process, and nothing is sent in backward. What this costs is the matrix of similarities
-    of all rows on each rank, which is small beside the model. The value of the loss is shared out among the ranks.
+    gathers the embeddings of the others and computes the loss of all rows, with only its own embeddings attached to the
+    graph. The gradient through these is everything that they contribute, including as negatives of the rows of other
+    ranks. Summed over ranks it equals that of one process, and nothing is sent in backward. The cost is the similarity
+    matrix of all rows on each rank, which is small compared to the model. The value of the loss is split evenly among
+    ranks.
 
     Args:
         embedding: how texts are embedded.
-        kind: which loss.
-        temperature: what similarities are divided by in the loss `infonce`.
+        kind: the loss.
+        temperature: the divisor of similarities in the loss `infonce`.
     """
 
     def __init__(self, *args: Any, embedding: Embedding, kind: str, temperature: float, **kwargs: Any) -> None:
         self.embedding, self.kind, self.temperature = embedding, kind, temperature
         super().__init__(*args, loss=self._loss, **kwargs)
-        self.model_accepts_loss_kwargs = False  # the model is asked for the vectors of tokens only
+        self.model_accepts_loss_kwargs = False  # the model only returns the vectors of tokens
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor:
         return torch.tensor(self.batch_plan.whole * self.batch_plan.sequence, device=device)
@@ -53,15 +54,16 @@ class EmbeddingTrainer(SftTrainer):
             return getattr(similarity, self.kind)(mine) / num_items_in_batch  # type: ignore[no-any-return]
         loss = similarity.infonce(self._of_every_rank(mine), self.temperature) / num_items_in_batch
         readers = self.batch_plan.readers
-        return loss / readers + (loss - loss.detach()) * (1 - 1 / readers)  # a share of the value, the whole gradient
+        # A share of the value, but the full gradient.
+        return loss / readers + (loss - loss.detach()) * (1 - 1 / readers)
 
     def _of_every_rank(self, mine: Embedded) -> Embedded:
-        """The batches of all ranks as one, in their order; those of this rank are the ones it has gradients for. Ranks
-        that share rows have one batch."""
+        """The batches of all ranks as one, in order of ranks; only this rank's own has gradients. Ranks that share rows
+        have one batch."""
         if self.batch_plan.readers == 1:
             return mine
         together = self.batch_plan.sequence
-        self._meet()  # ranks that are not through yet may want slices of this one
+        self._meet()  # ranks that have not finished may need slices from this one
         device = mine.queries.device
         counts = gather(torch.tensor([[len(mine.queries), len(mine.negatives)]], device=device)).tolist()
         texts = torch.cat([mine.queries, mine.positives, mine.negatives]).detach()
@@ -85,10 +87,8 @@ class EmbeddingTrainer(SftTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """The mean loss over the rows, and how well all of them together are found, exact for any number of processes.
-
-        Rows are negatives of each other in groups as large as a step, so that the loss does not depend on that number
-        either."""
+        """The mean loss over rows, and metrics over all of them together, exact on any number of processes. Rows are
+        negatives of each other in groups of the size of a step, so the loss does not depend on that number either."""
         rows: Any = dataloader.dataset
         was_training = self.model.training
         self.model.eval()
@@ -110,7 +110,7 @@ class EmbeddingTrainer(SftTrainer):
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=means, num_samples=len(rows))
 
     def _measured(self, batches: list[Embedded]) -> dict[str, float]:
-        """Of the batches of an evaluation, which are of as many rows as a micro-batch, in order."""
+        """The metrics for the batches of an evaluation, which have the size of micro-batches, in order."""
         whole = Embedded.together(batches)
         if self.kind != "infonce":
             loss = float(getattr(similarity, self.kind)(whole))

@@ -1,1 +1,1 @@
-"""What a model is judged by: losses of tokens, cheaper ways to the same ones, and figures of each file."""
+"""Losses over tokens, cheaper ways to compute them, and metrics by file."""

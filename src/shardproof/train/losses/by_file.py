@@ -1,4 +1,4 @@
-"""An evaluation of rows of several files tells how good each of them is, besides all together."""
+"""Metrics of an evaluation by file, in addition to those over all rows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     from shardproof.train.options.config import SftConfig
 
-MOST = 32  # files that are told apart
+MOST = 32  # most files with separate metrics
 
 
 def names_of(sources: Sequence[str]) -> list[str]:
-    """Short names of files and datasets, in their order, of which no two are alike: `data/sums.jsonl` is `sums`."""
+    """Short, unique names of files and datasets, in their order: `data/sums.jsonl` becomes `sums`."""
     names: list[str] = []
     for source in sources:
         plain = re.sub(r"[^\w.-]+", "_", Path(source).stem).strip("_") or "rows"
@@ -31,14 +31,14 @@ def names_of(sources: Sequence[str]) -> list[str]:
 
 
 def best_of(config: SftConfig) -> str:
-    """The metric that --best-metric names, without the name of the file of which it is."""
+    """The metric that --best-metric names, without the name of its file."""
     best = config.best_metric.removeprefix("eval_")
     found = (best.removeprefix(f"{file}_") for file in _told_apart(config) if best.startswith(f"{file}_"))
     return next(found, best)
 
 
 def _told_apart(config: SftConfig) -> Sequence[str]:
-    """The names of the files that an evaluation tells apart; none where it tells of all rows only."""
+    """The names of the files that an evaluation reports separately; none if it only reports all rows together."""
     held_out = config.val_dataset or config.cached_val_dataset
     read, cached = (
         (config.val_dataset, config.cached_val_dataset) if held_out else (config.dataset, config.cached_dataset)
@@ -49,19 +49,19 @@ def _told_apart(config: SftConfig) -> Sequence[str]:
 
 
 def check_best(config: SftConfig, metrics: Sequence[str], has: str) -> None:
-    """Raise ConfigError where --best-metric names none of these `metrics`, of all rows or of one file. `has`: what to
-    say that an evaluation has."""
+    """Raise ConfigError if --best-metric names none of these `metrics`, for all rows or for one file. `has`: the
+    metrics of an evaluation, for the message."""
     if best_of(config) in metrics:
         return
     of_files = [f"{file}_{metric}" for file in _told_apart(config) for metric in metrics]
     if of_files:
-        has += f", and of each file {', '.join(of_files[: MOST // 2])}" + (" ..." if len(of_files) > MOST // 2 else "")
+        has += f", and for each file {', '.join(of_files[: MOST // 2])}" + (" ..." if len(of_files) > MOST // 2 else "")
     hint = did_you_mean(config.best_metric.removeprefix("eval_"), [*metrics, *of_files])
     raise ConfigError(f"--best-metric {config.best_metric}: an evaluation has {has}.{hint}")
 
 
 def by_file(rows: Any) -> Mapping[str, Sequence[int]]:
-    """The numbers of the rows of each file; all under one name where rows are of one file, or packed."""
+    """The numbers of the rows of each file; all under one name if rows are from one file, or packed."""
     of_each: dict[str, list[int]] = getattr(getattr(rows, "places", None), "by_source", dict)()
     if not 1 < len(of_each) <= MOST:
         return {"": range(len(rows))}
@@ -69,19 +69,19 @@ def by_file(rows: Any) -> Mapping[str, Sequence[int]]:
 
 
 def in_chunks(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
-    """The same numbers in parts of `size`, the last with what is left."""
+    """The same numbers in parts of `size`; the last has the rest."""
     return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 
 def of_each(
     files: Mapping[str, Sequence[int]], sums: torch.Tensor, means: Callable[[list[float]], dict[str, float]]
 ) -> dict[str, float]:
-    """What an evaluation tells of all rows, and, under their names, of those of each file where there are several.
+    """The metrics over all rows and, with the names of files as prefixes, over those of each file if there are several.
 
     Args:
-        files: what `by_file` has given.
-        sums: of shape (files, numbers), what was added up over their rows.
-        means: what is told of such numbers.
+        files: the result of `by_file`.
+        sums: sums over the rows of each file, of shape (files, numbers).
+        means: makes metrics from such sums.
     """
     found = means(sums.sum(0).tolist())
     for name, its in zip(files, sums.tolist(), strict=True) if len(files) > 1 else ():

@@ -1,13 +1,14 @@
-"""Cross entropy of hidden states and a head, some tokens at a time: the logits of all of them are never there.
+"""Cross entropy from hidden states and a head, a chunk of tokens at a time: the logits of all tokens are never held at
+once.
 
 [Note: gradients in forward]
-The logits of a chunk give its losses, the gradient of its hidden states and its part of the head's gradient, all but a
-factor. So all of them are made in the forward pass, and backward multiplies with the factor that comes in. No product
-with the head is done twice: there are three, as with whole logits. Nothing is saved of hidden states and head, so that
+The logits of a chunk give its losses, the gradient of its hidden states and its part of the head's gradient, up to a
+factor. So all of these are computed in the forward pass, and backward multiplies them by the incoming factor. No
+product with the head is computed twice: there are three, as with full logits. Hidden states and head are not saved, so
 at stage 3 backward does not gather the head again.
 
-fp16 would lose such gradients: probabilities are smaller than what it can hold before they have met the loss scale,
-which comes in backward. There hidden states and head are saved, and backward computes the logits again.
+In fp16 such gradients would underflow: probabilities are too small before they are multiplied by the loss scale, which
+arrives in backward. So in fp16 hidden states and head are saved, and backward recomputes the logits.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from shardproof.errors import EngineError
 
-LEAST = 256  # tokens of a chunk: products of fewer are slow
+LEAST = 256  # tokens in a chunk: products with fewer are slow
 _NONE = (False, False, False)
 
-# What a chunk of logits [tokens, vocabulary], which it may overwrite, loses by what it is compared with: the sum over
-# tokens, and with a factor the gradient of the logits times that.
+# Computes the loss of a chunk of logits [tokens, vocabulary], which it may overwrite, against its targets: the sum over
+# tokens and, given a factor, the gradient of the logits times this factor.
 Judge = Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None], tuple[torch.Tensor, Any]]
 
 Weights = Callable[[torch.Tensor], torch.Tensor]
@@ -47,9 +48,9 @@ def chunked_cross_entropy(
     Args:
         targets: [tokens], int64, each in the vocabulary.
         dft: whether each cross entropy is multiplied by the probability of its target, as a constant (DFT).
-        smoothing: the share of each cross entropy that is its mean over the vocabulary instead of that of its target.
-        weigh: of the log-probabilities of targets, what else each cross entropy is multiplied by, as a constant.
-        shares: [tokens], float32, what each cross entropy is multiplied by.
+        smoothing: the share of each cross entropy that is the mean over the vocabulary instead of the target's.
+        weigh: from the log-probabilities of targets, a further factor for each cross entropy, as a constant.
+        shares: [tokens], float32, a factor for each cross entropy.
     """
     judge = partial(_cross_entropy, weigh=torch.exp if dft else weigh, smoothing=smoothing)
     return chunked(hidden, weight, bias, (targets,) if shares is None else (targets, shares), divisor, judge)
@@ -63,21 +64,21 @@ def chunked(
     divisor: Any,
     judge: Judge,
 ) -> torch.Tensor:
-    """What `judge` makes of the logits `hidden @ weight.T + bias`, divided by `divisor`.
+    """The loss that `judge` computes from the logits `hidden @ weight.T + bias`, divided by `divisor`.
 
     Args:
         hidden: [tokens, width], in the dtype of `weight`.
         weight: [vocabulary, width], and `bias` [vocabulary]; they may be sharded.
-        targets: what the logits of each token are compared with, [tokens, ...] each.
-        divisor: a number, or a tensor of no dimension.
+        targets: the tensors that the logits of each token are compared with, [tokens, ...] each.
+        divisor: a number, or a zero-dimensional tensor.
 
-    Returns: a scalar, in float32 at least.
+    Returns: a scalar, in at least float32.
 
     Raises:
-        EngineError: in a backward pass with `create_graph`, and in a second one, if it is not in fp16.
+        EngineError: in a backward pass with `create_graph`, and in a second backward pass unless in fp16.
     """
     tensors = (hidden, weight, bias)
-    if has_torch_function(tensors):  # something is sharded: the engine gathers it, and calls this again
+    if has_torch_function(tensors):  # something is sharded: the engine gathers it and calls this again
         called: torch.Tensor = handle_torch_function(chunked, tensors, *tensors, targets, divisor, judge)
         return called
     if not torch.is_grad_enabled():
@@ -125,7 +126,8 @@ class _Chunked(torch.autograd.Function):
 
 
 def chunk_of(weight: torch.Tensor) -> int:
-    """Tokens of a chunk: its logits, and the odds beside them, take what the gradient of the head takes in float32."""
+    """The tokens in a chunk: its logits and log-probabilities together take as much memory as the head's gradient in
+    float32."""
     return max(LEAST, weight.shape[1] // 2)
 
 
@@ -139,14 +141,15 @@ def _run(
     wanted: tuple[bool, ...],
     judge: Judge,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """The loss, and the gradients of `grad` (None: one) times it: of hidden states, head and bias, as `wanted`."""
+    """The loss, and the gradients of `grad` (None: 1) times the loss for hidden states, head and bias, as far as
+    `wanted`."""
     size = chunk_of(weight)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     total = torch.zeros((), dtype=wide, device=hidden.device)
     scale = (torch.ones_like(total) if grad is None else grad) / divisor if any(wanted) else None
     of_hidden = torch.empty_like(hidden) if wanted[0] else None
     of_weight = of_bias = None
-    for start in range(0, max(1, len(hidden)), size):  # one at least: gradients of nothing are zeros
+    for start in range(0, max(1, len(hidden)), size):  # at least one: gradients of an empty input are zeros
         h = hidden[start : start + size]
         logits = torch.nn.functional.linear(h, weight, bias).to(wide)
         found, of_odds = judge(logits, tuple(each[start : start + size] for each in targets), scale)
@@ -193,7 +196,7 @@ def _cross_entropy(
 
 
 def _plus(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`total + a @ b`, added up in float32 at least."""
+    """`total + a @ b`, accumulated in at least float32."""
     if total is None:
         return a @ b
     if a.dtype.itemsize >= 4:

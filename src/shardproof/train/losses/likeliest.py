@@ -1,7 +1,7 @@
-"""How far a model is from a teacher in the teacher's likeliest tokens, without the logits of either.
+"""The divergence of a model from a teacher on the teacher's likeliest tokens, without holding the logits of either.
 
-Both distributions are those of the K tokens alone: what the teacher gives all others is left out, and neither model is
-compared there. With as many as the vocabulary has they are whole.
+Both distributions are over these K tokens alone: the teacher's probabilities of all others are ignored, and the models
+are not compared there. With K equal to the vocabulary size, the distributions are complete.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from shardproof.train.losses.chunked import chunk_of, chunked
 
-ABSENT = -1e4  # what a teacher gives where it has fewer tokens than others: nothing, and so does the model
+ABSENT = -1e4  # the value of missing tokens, where the teacher has fewer: no probability, also in the model
 
-# Of logits of both [tokens, K], those of the model and those of the teacher: how far they are apart, a scalar.
+# From the logits of the model and those of the teacher, [tokens, K] each: their divergence, a scalar.
 Divergence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -30,10 +30,10 @@ def likeliest(
     Args:
         hidden: [tokens, width], in the dtype of `weight`.
         weight: [vocabulary, width], and `bias` [vocabulary]; they may be sharded.
-        k: how many tokens.
-        among: how many of the vocabulary are looked at, from its beginning; the rest pads it.
+        k: number of tokens.
+        among: number of tokens considered, from the beginning of the vocabulary; the rest is padding.
 
-    Returns: their logits [tokens, k], in float32 at least, and their numbers [tokens, k].
+    Returns: their logits [tokens, k], in at least float32, and their ids [tokens, k].
     """
     tensors = (hidden, weight, bias)
     if has_torch_function(tensors):  # something is sharded: the engine gathers it, and calls this again
@@ -59,8 +59,8 @@ def distance(
     """The sum of the divergences from a teacher, divided by `divisor`; see `chunked`.
 
     Args:
-        taught: what the teacher gives its likeliest tokens, logits or log-probabilities [tokens, K], and their numbers,
-            each once. Where a value is `ABSENT`, there is no token.
+        taught: the teacher's logits or log-probabilities of its likeliest tokens [tokens, K], and their ids, each once.
+            A value of `ABSENT` stands for a missing token.
     """
     return chunked(hidden, weight, bias, taught, divisor, partial(_apart, divergence=divergence))
 

@@ -1,8 +1,8 @@
-"""Rows with files, several in one: the model reads its files as ever, and its decoder runs on packed rows.
+"""Packed rows with files: the model processes its files as usual, and its decoder runs on packed rows.
 
-What a file becomes has its place among the tokens of a padded batch, and so have positions in three dimensions. So the
-model makes the embeddings of a padded batch, which costs little, and they are packed where they enter the decoder, in
-which nearly all of the work is done. Where its rows begin the decoder is told by positions, as that of a model of text.
+The embeddings of files and positions in three dimensions belong to places in a padded batch. So the model computes the
+embeddings of a padded batch, which costs little, and they are packed as they enter the decoder, which does nearly all
+of the work. Positions tell the decoder where rows begin, as in a text model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PLACES = ("packed_places", "packed_positions")
 
 @contextmanager
 def packed_files(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
-    """The decoder of the model runs on packed rows, if the batch says where their tokens stand."""
+    """Run the decoder of the model on packed rows, if the batch says where their tokens go."""
     if PLACES[0] not in inputs:
         yield
         return
@@ -32,7 +32,7 @@ def packed_files(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
     def enter(module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
         return laid_out(args, given, rows, places, positions, axes)
 
-    # Before all others: what tells layers of documents (models/attention/recurrent.py) looks at packed rows.
+    # Before all other hooks: the one that marks documents for layers (models/attention/recurrent.py) needs packed rows.
     handle = model.get_decoder().register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
     try:
         yield
@@ -41,8 +41,9 @@ def packed_files(model: Any, inputs: dict[str, Any]) -> Iterator[None]:
 
 
 def packed_labels(inputs: dict[str, Any], name: str = "labels") -> torch.Tensor:
-    """The labels of the batch, or what else there is of tokens under this name, as they stand in its packed rows: what
-    stands before a row's first token is another's. Padding is at position 0, as such tokens are."""
+    """The labels of the batch, or another per-token tensor of this name, as laid out in its packed rows. The first
+    token of each row is ignored, as the token before it belongs to another row. So is padding, which is also at
+    position 0."""
     labels: torch.Tensor = inputs[name]
     if PLACES[0] not in inputs:
         return labels

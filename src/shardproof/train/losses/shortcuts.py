@@ -1,6 +1,6 @@
-"""Cheaper ways to the same loss, each tried on a few tokens of the model before it is relied on.
+"""Cheaper ways to compute the same loss, each tried on a few tokens before it is relied on.
 
-A model of any class may come along. So what a shortcut assumes of it is not looked up in a table: the first step asks
+Models may be of any class. So the assumptions of a shortcut are not looked up in a table: the first step tests them on
 the model itself, at the cost of a forward pass over a few tokens.
 """
 
@@ -26,7 +26,7 @@ from shardproof.train.losses.tokens import token_mean
 from shardproof.train.model.few import FEW
 from shardproof.train.model.shared_rows import check_loss_of_parts, check_packed_in_parts, compare
 
-LARGE = 16.0  # a logit that a cap does not leave as it is
+LARGE = 16.0  # a logit that a cap would change
 LABELS = ("labels", "shift_labels", WEIGHTS)
 
 
@@ -37,13 +37,13 @@ def checks(
     shared: bool = False,
     weighed: Weighed | None = None,
 ) -> list[Callable[[Any, Any], None]]:
-    """What to ask a model with the inputs of the first step, the last first.
+    """The checks of a model with the inputs of the first step, to be run from the last one.
 
     Args:
-        packed, chunked: whether rows are packed, and whether `chunked_loss` is asked for.
-        few: makes batches of few rows that are packed or shared, of a model that takes files.
-        shared: whether ranks have parts of rows.
-        weighed: of tokens with weights.
+        packed, chunked: whether rows are packed, and whether `chunked_loss` is used.
+        few: for a model that takes files: makes batches of a few rows that are packed or shared.
+        shared: whether ranks hold parts of rows.
+        weighed: the check for tokens with weights.
     """
     if few is None:
         asked = (
@@ -70,7 +70,7 @@ def checks(
 
 
 def check_packing(model: nn.Module, inputs: dict[str, Any]) -> None:
-    """See that rows packed into one do not see each other. Collective: every rank calls it.
+    """Check that rows packed into one do not attend to each other. Collective: every rank calls it.
 
     Raises:
         ConfigError: a token's logits depend on the row before its own.
@@ -92,22 +92,22 @@ def check_packing(model: nn.Module, inputs: dict[str, Any]) -> None:
             f"--packing: {type(model).__name__} does not accept position_ids. Leave --packing out."
         ) from error
     a, b = torch.cat(logits)[:, FEW:].detach()
-    # A row that sees only itself gives the same bits in both; experts may be added up in another order.
+    # A row that only attends to itself gives the same bits in both; experts may be summed in another order.
     if float((a - b).abs().max()) > float(a.abs().max()) * (1e-5 if a.dtype == torch.float32 else 2e-2):
         raise ConfigError(
             f"--packing: in {type(model).__name__} with {attention_of(model)} attention, the result for a token"
-            f" depends on the row packed before its own.\nLeave --packing out, or take another --attn."
+            f" depends on the row packed before its own.\nLeave --packing out, or use another --attn."
         )
 
 
 def check_packed_files(model: Any, inputs: dict[str, Any]) -> None:
-    """See that packed rows have the hidden states of rows by themselves. Collective: every rank calls it.
+    """Check that packed rows have the same hidden states as separate rows. Collective: every rank calls it.
 
     Args:
-        inputs: a batch of few rows, in one packed row.
+        inputs: a batch of a few rows, packed into one.
 
     Raises:
-        ConfigError: they have others, or the decoder is not run as one is.
+        ConfigError: they differ, or the decoder is not called in a known way.
     """
     if PLACES[0] not in inputs:  # their files are lost
         return
@@ -119,30 +119,30 @@ def check_packed_files(model: Any, inputs: dict[str, Any]) -> None:
     if found.shape != expected.shape or float((found - expected).abs().max()) > most * float(expected.abs().max()):
         raise ConfigError(
             f"--packing: in {type(model).__name__} with {attention_of(model)} attention, packed rows with files do"
-            f" not give the results that each gives alone.\nLeave --packing out, or take another --attn."
+            f" not give the results that each gives alone.\nLeave --packing out, or use another --attn."
         )
 
 
 def attention_of(model: nn.Module) -> str:
-    """What transformers calls the attention of a model, or `its own`."""
+    """The name of the model's attention in transformers, or `its own`."""
     return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "its own")
 
 
 def chunked_loss(
     model: Any, inputs: dict[str, Any], num_items: Any = None, dft: bool = False, smoothing: float = 0.0
 ) -> torch.Tensor:
-    """The causal loss without the logits: the last hidden states meet the head a chunk at a time.
+    """The causal loss without full logits: the head is applied to the last hidden states a chunk at a time.
 
-    Returns: the sum over learnt tokens divided by `num_items` (their number, if None), a scalar in float32; with
-        `dft`, each times the probability of its token, and with `token_weights` among the inputs, times its weight.
-        `smoothing`: see `chunked_cross_entropy`.
+    Returns: the sum over learned tokens divided by `num_items` (their number, if None), a scalar in float32. With
+        `dft`, each loss is multiplied by the probability of its token, and with `token_weights` in the inputs, by its
+        weight. `smoothing`: see `chunked_cross_entropy`.
     """
     hidden = hidden_states(model, inputs)
     return _loss_of_hidden(model, hidden, inputs, num_items, dft, smoothing)
 
 
 def hidden_states(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """What the head of the model takes, [rows, length, width]; of rows that are to be packed, packed."""
+    """The inputs of the model's head, [rows, length, width]; packed if the rows are to be packed."""
     rest = {name: value for name, value in inputs.items() if name not in (*LABELS, *PLACES)} | {"use_cache": False}
     last = _meeting(head_of(model), lambda hidden: hidden[:, -1:].contiguous())
     with last as met, packed_files(model, inputs):
@@ -152,8 +152,8 @@ def hidden_states(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
 
 @contextmanager
 def _meeting(head: nn.Module, given: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """What comes to the head is put down here, and the head is given something else. So the model itself makes its
-    hidden states, with whatever files and layers it makes them of, and none of its logits."""
+    """Collects the inputs of the head, and passes something else to it. So the model itself computes its hidden states,
+    from whatever files and layers, but not its logits."""
     met: list[torch.Tensor] = []
 
     def meet(module: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -176,7 +176,7 @@ def _loss_of_hidden(
     smoothing: float = 0.0,
 ) -> torch.Tensor:
     head = head_of(model)
-    if "shift_labels" in inputs:  # of a part of a row, whose last token predicts the first of the next part
+    if "shift_labels" in inputs:  # for a part of a row, whose last token predicts the first of the next part
         targets, weights = inputs["shift_labels"], inputs.get(WEIGHTS)
     else:
         hidden, targets = hidden[:, :-1], packed_labels(inputs)[:, 1:]
@@ -189,13 +189,13 @@ def _loss_of_hidden(
 
 
 def check_chunked_loss(model: Any, inputs: dict[str, Any], option: str = "--chunked-loss") -> None:
-    """See that `chunked_loss` is the loss of this model. Collective: every rank calls it.
+    """Check that `chunked_loss` is the loss of this model. Collective: every rank calls it.
 
     Args:
-        option: what asks for it.
+        option: the option that requires it.
 
     Raises:
-        ConfigError: it is another one, or cannot be computed.
+        ConfigError: the loss differs, or cannot be computed.
     """
     ids, outputs, hidden, same = _tried_head(model, inputs, option)
     own, ours = float(outputs.loss.detach()), float(_loss_of_hidden(model, hidden, {"labels": ids}).detach())
@@ -205,22 +205,22 @@ def check_chunked_loss(model: Any, inputs: dict[str, Any], option: str = "--chun
             f"its head ({own:.4f} instead of {ours:.4f}): it scales or caps its logits, or adds to them.\nLeave "
             f"{option} out."
         )
-    # A term beside it may be small, and the model's own logits give its cross entropy to the last digits.
+    # A further term may be small, so compare with the exact cross entropy of the model's own logits.
     given = outputs.logits.detach()
     plain = float(nn.functional.cross_entropy(given[0, :-1].float(), ids[0, 1:].to(given.device)))
     if outputs.loss.dtype.itemsize >= 4 and abs(own - plain) > 1e-5 * max(1.0, abs(own)):
         raise ConfigError(
             f"{option}: the loss of {type(model).__name__} is not its cross entropy alone ({own:.5f} instead of "
-            f"{plain:.5f}): it has another term, such as what balances experts (output_router_logits in config.json)."
+            f"{plain:.5f}): it has another term, such as a load-balancing loss (output_router_logits in config.json)."
             f"\nLeave {option} out."
         )
 
 
 def check_logits(model: Any, inputs: dict[str, Any], option: str) -> None:
-    """See that the logits of this model are its hidden states times its head. Collective: every rank calls it.
+    """Check that the logits of this model are its hidden states times its head. Collective: every rank calls it.
 
     Raises:
-        ConfigError: they are something else, or cannot be computed.
+        ConfigError: they differ, or cannot be computed.
     """
     if not _tried_head(model, inputs, option)[-1]:
         raise ConfigError(
@@ -230,7 +230,7 @@ def check_logits(model: Any, inputs: dict[str, Any], option: str) -> None:
 
 
 def _tried_head(model: Any, inputs: dict[str, Any], option: str) -> tuple[torch.Tensor, Any, torch.Tensor, bool]:
-    """A few tokens, what the model makes of them, what its head is given there, and whether that times the head are its
+    """A few tokens, the model's outputs for them, the inputs of its head, and whether these times the head are its
     logits."""
     why = no_plain_head(model)
     if why:
@@ -241,7 +241,8 @@ def _tried_head(model: Any, inputs: dict[str, Any], option: str) -> tuple[torch.
         return nn.functional.linear(hidden, head.weight, head.bias)
 
     def enlarge(hidden: torch.Tensor) -> torch.Tensor:
-        """Small logits of a new model do not show that they are capped. A power of two rounds nothing."""
+        """Scale hidden states: the small logits of an untrained model would not show a cap. A power of two causes no
+        rounding."""
         largest = float(logits_of(hidden).detach().abs().max())
         scale = 2.0 ** round(math.log2(LARGE / largest)) if 0.0 < largest < LARGE else 1.0
         scaled.append(hidden * scale)
@@ -257,18 +258,18 @@ def _tried_head(model: Any, inputs: dict[str, Any], option: str) -> tuple[torch.
         )
     given = outputs.logits.detach()
     logits = logits_of(scaled[0]).detach().to(given.dtype)
-    # Logits from the same operation are the same; sums in half precision may differ.
+    # The same operation gives the same logits; sums in half precision may differ.
     return ids, outputs, scaled[0], torch.allclose(given, logits, atol=1e-5, rtol=1e-4)
 
 
 def check_weighed_loss(model: Any, inputs: dict[str, Any]) -> None:
-    """See that the loss of this model is the cross entropy of its tokens, which is what weights are multiplied into.
-    Collective: every rank calls it. Raises ConfigError where it is another one."""
+    """Check that the loss of this model is the cross entropy of its tokens, which weights are applied to. Collective:
+    every rank calls it. Raises ConfigError if it differs."""
     ids = _words(inputs)
     with tried(model):
         outputs = model(input_ids=ids, labels=ids, use_cache=False)
     if getattr(outputs, "logits", None) is None:
-        return  # Liger's, which makes none beside a loss
+        return  # Liger's, which returns no logits with a loss
     own, plain = float(outputs.loss.detach()), float(token_mean(outputs, ids).detach())
     if abs(own - plain) > (1e-4 if outputs.loss.dtype.itemsize >= 4 else 1e-2) * max(1.0, abs(own)):
         raise ConfigError(
@@ -278,10 +279,10 @@ def check_weighed_loss(model: Any, inputs: dict[str, Any]) -> None:
 
 
 class Weighed:
-    """`check_weighed_loss`, whose answer counts where there are weights.
+    """`check_weighed_loss`, whose result only counts if there are weights.
 
     Args:
-        known: whether tokens have weights; None of a stream, whose rows say so when they come.
+        known: whether tokens have weights; None for a stream, whose rows are not known yet.
     """
 
     def __init__(self, known: bool | None) -> None:
@@ -297,13 +298,13 @@ class Weighed:
             self._error = error
 
     def have_come(self) -> None:
-        """Raise ConfigError where they were not expected and the model's loss is no place for them."""
+        """Called when weights appear: raise ConfigError if the model's loss does not support them."""
         if self._error is not None:
             raise self._error
 
 
 def _words(inputs: dict[str, Any]) -> torch.Tensor:
-    """A few tokens, [1, 2 * FEW], without places of pictures, sounds or videos: such are never learnt."""
+    """A few tokens, [1, 2 * FEW], without those that stand for images, audio or videos, which are never learned."""
     ids = inputs["input_ids"]
     learnt = ids[inputs["labels"].ne(-100)] if "labels" in inputs else ids.flatten()
     words = learnt if len(learnt) else ids[:, -1]  # the end of an answer
@@ -311,7 +312,7 @@ def _words(inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def no_plain_head(model: Any) -> str:
-    """Why the head of a model is none that `chunked_loss` can take; empty if it is one."""
+    """Why `chunked_loss` cannot use the head of a model; empty if it can."""
     if not hasattr(model, "get_output_embeddings"):
         return f"{type(model).__name__} has no plain linear head over the vocabulary"
     head, name = head_of(model), type(without_adapters(model)).__name__
@@ -324,7 +325,7 @@ def no_plain_head(model: Any) -> str:
 
 
 def head_of(model: Any) -> Any:
-    """What makes logits; of a copy that is trained beside adapters (--modules-to-save), the copy."""
+    """The module that computes logits; if a copy is trained beside adapters (--modules-to-save), the copy."""
     head = model.get_output_embeddings()
     copies = getattr(head, "modules_to_save", None)
     return head if copies is None else copies[head.active_adapters[0]]

@@ -1,1 +1,1 @@
-"""The options of a run, what they mean to each other, and in the words of transformers."""
+"""The options of a run, and what they mean together."""

@@ -1,4 +1,4 @@
-"""How the rows of a step are dealt out."""
+"""How the rows of a step are distributed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ DEFAULT_MICRO_BATCH = 2
 
 
 class Batch(BaseModel):
-    """How the rows of one optimizer step are dealt out: to processes, or to groups of `sequence` that share rows."""
+    """How the rows of one optimizer step are distributed: to processes, or to groups of `sequence` processes that share
+    rows."""
 
     micro: int
     accumulation: int
@@ -24,7 +25,7 @@ class Batch(BaseModel):
 
     @property
     def readers(self) -> int:
-        """How many read rows of their own."""
+        """How many processes, or groups that share rows, read rows of their own."""
         return self.world_size // self.sequence
 
     @property
@@ -32,16 +33,16 @@ class Batch(BaseModel):
         return self.micro * self.accumulation * self.readers
 
     def fits(self, world_size: int) -> bool:
-        """Whether so many processes are whole groups, and each of these has as many of the rows of a step."""
+        """Whether this number of processes makes complete groups, each with the same number of rows per step."""
         readers, odd = divmod(world_size, self.sequence)
         return not odd and readers > 0 and self.whole % readers == 0
 
     def on(self, world_size: int, most: int | None = None) -> Batch:
-        """The same rows in a step on another number of processes, with micro-batches of `most` rows, or else as they
-        are, or smaller ones.
+        """The same rows per step on another number of processes. Micro-batches have at most `most` rows (default: as
+        now).
 
         Raises:
-            ConfigError: it does not divide the rows of a step.
+            ConfigError: this number does not divide the rows of a step.
         """
         if not self.fits(world_size):
             groups = f" in groups of {self.sequence}" if self.sequence > 1 else ""
@@ -69,7 +70,7 @@ def batch_of(config: Any, world_size: int) -> Batch:
     """The one place where micro-batch, accumulation and processes become a global batch.
 
     Raises:
-        ConfigError: the three that were given cannot all be true, or the processes cannot be dealt out to copies.
+        ConfigError: the three options contradict each other, or the processes cannot be split into groups.
     """
     if world_size % (config.shard_group or 1):
         raise ConfigError(

@@ -28,10 +28,10 @@ EIGHT_BITS, MUON, GALORE, ADAFACTOR = "adamw_8bit", "muon", "galore", "adafactor
 
 
 class RunConfig(DataOptions, Times):
-    """What every recipe needs to know, under the name it has everywhere.
+    """The options of every recipe, under the names they have everywhere.
 
     Attributes:
-        command: of `shardproof` that runs it.
+        command: the `shardproof` command that runs it.
         sources: options that name a folder, a file or something on the hub.
     """
 
@@ -208,12 +208,12 @@ class RunConfig(DataOptions, Times):
 
     @property
     def models(self) -> list[str]:
-        """Every model that takes part."""
+        """All models of the run."""
         return [self.model]
 
     @property
     def begins_with(self) -> str:
-        """What says most about the model that training begins with: adapters that are trained on, or the model."""
+        """The adapters that training continues from, or else the model."""
         return self.adapters or self.model
 
     @property
@@ -228,21 +228,21 @@ class RunConfig(DataOptions, Times):
 
     @property
     def talks(self) -> bool:
-        """Whether what comes out can be asked something."""
+        """Whether the trained model can be asked questions."""
         return True
 
     @property
     def recipe(self) -> str:
-        """The module of `shardproof.train` that does it."""
+        """The module of `shardproof.train` that runs it."""
         return self.command
 
     @property
     def on_lost(self) -> Literal["skip", "stop"]:
-        """What happens to a row whose file is lost: one of several ranks that share it cannot leave it out."""
+        """What happens to a row whose file is lost. Where ranks share a row, a single one of them cannot skip it."""
         return "stop" if self.sequence_parallel > 1 else self.lost_files
 
     def batch(self, world_size: int) -> Batch:
-        """How the rows of a step are dealt out to so many processes; see `batch_of`."""
+        """How the rows of a step are distributed to this number of processes; see `batch_of`."""
         return batch_of(self, world_size)
 
 

@@ -1,4 +1,4 @@
-"""The options about rows and their files."""
+"""Options for rows and their files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardproof.train.options.option import Finite, Texts, option
 
 
 class DataOptions(ModelOptions):
-    """Which rows are read, what becomes of them, and how much of their files is taken."""
+    """Which rows are read, how they are processed, and how much of their files is used."""
 
     dataset: list[str] = option(
         "Data", [], "required: JSONL, JSON, CSV, TSV, Parquet files, or OWNER/NAME on the hub; X#99: 99 rows; 'stdlib'"
@@ -61,7 +61,7 @@ class DataOptions(ModelOptions):
     )
 
     media_root: str | None = option(
-        "Media", None, "folder of the pictures, sounds and videos (default: that of the dataset file)"
+        "Media", None, "folder of the images, audio and videos (default: that of the dataset file)"
     )
     allow_remote_media: bool = option(
         "Media", False, "download files that rows give as http(s) URLs; otherwise such rows are bad"
@@ -69,12 +69,12 @@ class DataOptions(ModelOptions):
     remote_media_cache: str | None = option(
         "Media", None, "folder in which downloads are kept, so that each file is fetched once (default: at each use)"
     )
-    max_pixels: int | None = option("Media", None, "scale pictures and frames down to at most this many pixels", ge=1)
+    max_pixels: int | None = option("Media", None, "scale images and frames down to at most this many pixels", ge=1)
     max_image_tokens: int | None = option(
-        "Media", None, "scale pictures and frames down to at most this many tokens", ge=1
+        "Media", None, "scale images and frames down to at most this many tokens", ge=1
     )
     max_seconds: Finite = option(
-        "Media", 60.0, "longest sound or video in seconds; a longer one makes the row bad", gt=0
+        "Media", 60.0, "longest audio or video in seconds; a longer one makes the row bad", gt=0
     )
     max_frame_pixels: int | None = option(
         "Media", None, "scale video frames down to at most this many pixels (default: --max-pixels)", ge=1

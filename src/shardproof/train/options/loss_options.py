@@ -1,4 +1,4 @@
-"""What supervised fine-tuning learns of a row, and how much."""
+"""What supervised fine-tuning learns from a row, and how it is weighted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LossOptions(BaseModel):
     loss: str = option(
         "Data",
         "answer",
-        "what is learnt: all answers ('answer'), the last one ('last_round'), either with '+ignore_empty_think', or"
+        "what is learned: all answers ('answer'), the last one ('last_round'), either with '+ignore_empty_think', or"
         " 'all' tokens; or a plugin's loss; for embeddings infonce, cosine_similarity, contrastive; for rerankers"
         " pointwise, listwise",
     )

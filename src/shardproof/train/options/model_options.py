@@ -1,4 +1,4 @@
-"""The options of a run about its model: which it is, what of it is trained, and with which adapters."""
+"""Options for the model: which one it is, which parts are trained, and with which adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardproof.train.options.tuners import TUNERS, Tuner, TunerArguments
 
 
 class ModelOptions(BaseModel):
-    """The first options of every recipe."""
+    """Options for the model, shared by all recipes."""
 
     model: Named = option(
         "Model",

@@ -1,4 +1,4 @@
-"""What the options of all commands are made of."""
+"""The building blocks of the options of all commands."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 
 def flag(name: str) -> str:
-    """How a user writes the option of this name."""
+    """The option as a user writes it."""
     return "--" + name.replace("_", "-")
 
 
 def first_given(config: BaseModel, names: Sequence[str]) -> str:
-    """The first of these options that is not at its default, as it is written, or nothing."""
+    """The first of these options that is not at its default, as a user writes it, or an empty string."""
     changed = [name for name in names if getattr(config, name) != type(config).model_fields[name].default]
     return flag(changed[0]) if changed else ""
 
 
 def option(group: str, default: Any, description: str, values: str = "", **limits: Any) -> Any:
-    """A field with the group under which `--help` shows it, and its values, where its type does not say them."""
+    """A field with its group in `--help`, and its values if the type does not show them."""
     return Field(default, description=description, json_schema_extra={"group": group, "values": values}, **limits)
 
 
@@ -37,14 +37,14 @@ def _finite(value: float) -> float:
 Finite = Annotated[float, AfterValidator(_finite)]
 
 
-Named = Annotated[str, AfterValidator(os.path.expanduser)]  # a folder, or something of a hub; libraries know no `~`
+Named = Annotated[str, AfterValidator(os.path.expanduser)]  # a folder or a hub name; libraries do not expand `~`
 
 
 def with_line_ends(text: str) -> str:
     return text.replace("\\n", "\n")
 
 
-Written = Annotated[str, AfterValidator(with_line_ends)]  # a text in which a shell leaves `\n` as it is written
+Written = Annotated[str, AfterValidator(with_line_ends)]  # a text in which the shell leaves `\n` unexpanded
 
 
 def _at_commas(value: Any) -> Any:
@@ -58,7 +58,7 @@ Names = Annotated[list[str], BeforeValidator(_at_commas)]
 
 
 def _as_texts(pairs: Any) -> Any:
-    """A file may say `factor: 2` or `enable_thinking: false` of what is text on a command line."""
+    """A YAML file may give numbers or booleans (`factor: 2`) where the command line gives text."""
     if not isinstance(pairs, dict):
         return pairs
     return {name: json.dumps(value) if isinstance(value, (int, float)) else value for name, value in pairs.items()}
@@ -68,7 +68,7 @@ Texts = Annotated[dict[str, str], BeforeValidator(_as_texts)]
 
 
 def _as_values(pairs: Any) -> Any:
-    """Texts of a command line as the numbers or truth values that they are."""
+    """Converts texts of the command line to the numbers or booleans they stand for."""
 
     def value(text: Any) -> Any:
         known = {"true": True, "yes": True, "false": False, "no": False}
@@ -81,7 +81,7 @@ def _as_values(pairs: Any) -> Any:
 
 
 Arguments = Annotated[dict[str, bool | int | float | str], BeforeValidator(_as_values)]
-SWANLAB = "swanlab"  # whose own callback is taken: that of transformers does not know its releases since 0.8
+SWANLAB = "swanlab"  # its own callback is used: the one in transformers does not support releases since 0.8
 REPORTS = ("none", "tensorboard", "wandb", SWANLAB, "mlflow", "trackio")  # where records go besides metrics.jsonl
 BEGINNINGS = "gaussian, orthogonal, pissa, pissa_niter_N, olora"
 
@@ -90,18 +90,18 @@ def _beginning(value: str) -> str:
     if re.fullmatch(r"gaussian|orthogonal|pissa|pissa_niter_\d+|olora", value):
         return value
     why = {
-        **dict.fromkeys(("eva", "corda", "lora_ga", "lora-ga"), ", which is decided by rows of data"),
-        "loftq": ", which changes weights to those of four bits",
-        "mica": ", which trains one of the two matrices",
+        **dict.fromkeys(("eva", "corda", "lora_ga", "lora-ga"), ", which is computed from rows of data"),
+        "loftq": ", which replaces weights by 4-bit ones",
+        "mica": ", which trains only one of the two matrices",
     }
     raise ValueError(f"must be one of {BEGINNINGS}, not {value}{why.get(value, '')}")
 
 
 Beginning = Annotated[str, AfterValidator(_beginning)]
-Strategy = Annotated[  # YAML takes `no` for false
+Strategy = Annotated[  # YAML reads `no` as false
     Literal["steps", "epoch", "no"], BeforeValidator(lambda value: "no" if value is False else value)
 ]
-SAVE_STEPS = 500  # of --save-strategy steps, and --eval-strategy steps; it is transformers' number, and ms-swift's
+SAVE_STEPS = 500  # for --save-strategy steps and --eval-strategy steps; the default of transformers and ms-swift
 Task = Literal["causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 Scheduler = Literal[

@@ -1,4 +1,4 @@
-"""Options that are regular expressions, looked at before anything is loaded."""
+"""Options that are regular expressions, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ SPECIAL = re.compile(r"[\\^$*+?()\[\]{}|]")
 
 
 def whole_names(targets: Sequence[str]) -> str | None:
-    """The regular expression that --target-modules is, or None where it is names."""
+    """The regular expression given as --target-modules, or None if it lists names."""
     return targets[0] if len(targets) == 1 and SPECIAL.search(targets[0]) else None
 
 
 def check_patterns(config: Any) -> None:
-    """Raise ConfigError for one that is none, with the place in it. `config`: the options of a run or of its plan."""
+    """Raise ConfigError for an invalid one, with the position of the error. `config`: the options of a run or of its
+    plan."""
     pattern = whole_names(config.target_modules)
     given = [("target_modules", pattern)] if pattern else []
     for option in ("freeze_parameters", "trainable_parameters"):
@@ -28,7 +29,7 @@ def check_patterns(config: Any) -> None:
 
 
 def check_pattern(option: str, pattern: str) -> None:
-    """Raise ConfigError where this value of an option is no regular expression."""
+    """Raise ConfigError if this value of an option is not a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:

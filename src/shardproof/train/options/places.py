@@ -1,4 +1,5 @@
-"""What options name on this machine: models, adapters, files, and functions in files. One has many spellings."""
+"""Options that name things on this machine: models, adapters, files, and functions in files. One path can be spelled in
+many ways."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ from typing import Any
 
 from shardproof.data.encoding.weights import BUILT_IN
 
-# Values that are none of these, whatever lies here under such a name.
+# Values that are never paths, even if a file or folder of that name exists.
 WORDS = ("", "tiny", "stdlib", "same", *BUILT_IN)
 FOLDERS = ("model", "ref_model", "teacher_model", "reward_model", "value_model", "adapters", "ref_adapters")
-FUNCTIONS = ("reward_funcs", "tools", "environments")  # others of these are built in, or a plugin's
+FUNCTIONS = ("reward_funcs", "tools", "environments")  # values without a file are built in or come from a plugin
 
 
 def from_anywhere(option: str, value: Any) -> Any:
-    """The value of an option, of what is on this machine with the whole path."""
+    """The value of an option, with an absolute path if it exists on this machine."""
     if isinstance(value, list):
         return [from_anywhere(option, one) for one in value]
     path, mark, rest = ("", "", "") if value is None else value.partition("#")
@@ -26,7 +27,7 @@ def from_anywhere(option: str, value: Any) -> Any:
 
 
 def with_real_places(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a run to be compared with those of another: folders and files of functions by their real paths."""
+    """Options of a run, for comparison with those of another: folders, and files with functions, as real paths."""
     return options | {name: _real(name, options[name]) for name in (*FOLDERS, *FUNCTIONS) if name in options}
 
 

@@ -13,7 +13,7 @@ from shardproof.train.options.option import Arguments, Finite, Named, Written, o
 RlhfType = Literal["dpo", "kto", "orpo", "simpo", "cpo", "rm", "grpo", "rloo", "gkd", "ppo"]
 
 PAIRED = ("dpo", "orpo", "simpo", "cpo", "rm")
-REWARDED = ("grpo", "rloo", "ppo")  # they generate, and rewards judge what they generate
+REWARDED = ("grpo", "rloo", "ppo")  # they generate answers, which rewards judge
 REFERRED = ("dpo", "kto", *REWARDED)  # they compare with a reference
 
 SAME = "same"  # --ref-adapters: those of --adapters
@@ -25,11 +25,11 @@ CHORD = (
 FIPO = ("fipo_decay_rate", "fipo_clip_range", "fipo_clip_high_only", "fipo_safety_threshold")
 
 LEARNING_RATE = {"rm": 1e-4, "gkd": 1e-5}  # TRL's; 1e-6 elsewhere
-LORA_FACTOR = 10  # adapters want more
+LORA_FACTOR = 10  # adapters need a higher rate
 
 
 class RlhfConfig(RunConfig):
-    """Every option of preference and reinforcement training. Where a default is none, it is TRL's."""
+    """Every option of preference and reinforcement training. A default of None stands for TRL's."""
 
     command = "rlhf"
     sources = (
@@ -152,7 +152,7 @@ class RlhfConfig(RunConfig):
     )
 
     chord_sft_dataset: list[str] = option(
-        "Rewards", [], "expert rows, as for sft, learnt beside the generated answers (CHORD, in grpo)"
+        "Rewards", [], "expert rows, as for sft, learned beside the generated answers (CHORD, in grpo)"
     )
     chord_sft_per_device_train_batch_size: int = option("Rewards", 1, "expert rows per process in a micro-batch", ge=1)
     chord_enable_phi_function: bool = option(
@@ -286,17 +286,17 @@ class RlhfConfig(RunConfig):
 
     @property
     def vllm_address(self) -> str:
-        """Of the server that generates."""
+        """URL of the server that generates."""
         return (self.vllm_server or f"http://{self.vllm_server_host}:{self.vllm_server_port}").rstrip("/")
 
     @property
     def generations(self) -> int:
-        """Answers to each prompt in a batch."""
+        """Number of answers to each prompt in a batch."""
         return self.num_generations or (8 if self.rlhf_type == "grpo" else 2)
 
     @property
     def by_teacher_alone(self) -> bool:
-        """Whether nothing but a teacher judges what is generated."""
+        """Whether only a teacher judges the generated answers."""
         judges = self.reward_funcs or self.reward_model or self.environments
         return self.rlhf_type == "grpo" and self.taught and not judges
 
@@ -307,22 +307,23 @@ class RlhfConfig(RunConfig):
 
     @property
     def scaled_by(self) -> str:
-        """What rewards are divided by the deviation of."""
+        """The scope of the standard deviation that rewards are divided by."""
         usual = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}[self.advantage_estimator]
         return usual if self.scale_rewards == "auto" else self.scale_rewards
 
     @property
     def distance_in_reward(self) -> bool:
-        """Whether the distance to the reference is a part of rewards in grpo."""
+        """Whether grpo subtracts the KL to the reference from rewards."""
         return self.advantage_estimator != "grpo" if self.kl_in_reward is None else self.kl_in_reward
 
     @property
     def evaluated(self) -> bool:
-        """Whether there are rows to evaluate on, in training or at its end."""
+        """Whether there are rows to evaluate on, during training or at its end."""
         return self.holds_out and self.eval_strategy != "no"
 
     def batch(self, world_size: int) -> Batch:
-        """As of every run. Where answers are generated and no size is given, it is one that their number divides."""
+        """As for every run. If answers are generated and no size is given, the number of answers to a prompt divides
+        it."""
         if self.rlhf_type in REWARDED and self.per_device_batch_size is None and self.global_batch_size is None:
             steps = 1 if self.evaluated else self.steps_per_generation or self.gradient_accumulation_steps or 1
             group = self.sequence_parallel
@@ -344,12 +345,12 @@ class RlhfConfig(RunConfig):
 
 
 def writes_all_answers(config: RlhfConfig) -> bool:
-    """Whether all answers are written while it trains, so that rows need none."""
+    """Whether all answers are generated during training, so that rows need none."""
     return config.rlhf_type in REWARDED or (config.rlhf_type == "gkd" and (config.seq_kd or config.lmbda == 1))
 
 
 def draws_answers(config: RunConfig) -> bool:
-    """Whether a run learns from answers that are drawn by chance while it trains."""
+    """Whether a run learns from answers that are sampled during training."""
     if not isinstance(config, RlhfConfig):
         return False
     return config.rlhf_type in REWARDED or (config.rlhf_type == "gkd" and (config.lmbda > 0 or config.seq_kd))

@@ -1,4 +1,4 @@
-"""What --loss is where a task has losses of its own."""
+"""The meaning of --loss for tasks with losses of their own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ _DEFAULTS = {"embedding": INFONCE, "reranker": POINTWISE, "generative_reranker":
 
 
 def loss_of(config: SftConfig) -> str:
-    """Which loss: the one of --loss, whose default stands for that of the task."""
+    """The loss named by --loss, whose default stands for the default of the task."""
     given, default = config.loss, SftConfig.model_fields["loss"].default
     return _DEFAULTS.get(config.task, given) if given == default else given

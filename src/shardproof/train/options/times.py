@@ -1,4 +1,4 @@
-"""When a run evaluates and writes checkpoints, as its options say it."""
+"""When a run evaluates and writes checkpoints, according to its options."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from shardproof.train.options.option import SAVE_STEPS, Strategy
 
 
 class Times:
-    """A part of the options of a run."""
+    """The options that set these times."""
 
-    if TYPE_CHECKING:  # else pydantic would take them for options of its own
+    if TYPE_CHECKING:  # otherwise pydantic would treat them as separate options
         save_steps: int | None
         save_strategy: Strategy | None
         save_total_limit: int | None
@@ -20,18 +20,18 @@ class Times:
 
     @property
     def checkpoint_steps(self) -> int | None:
-        """After how many steps a checkpoint is written each time, where it is that what says when."""
+        """The number of steps between checkpoints, if they are written every N steps."""
         return self.save_steps or (SAVE_STEPS if self.save_strategy == "steps" else None)
 
     @property
     def evaluation_steps(self) -> int | None:
-        """The same of evaluations while training."""
+        """The same for evaluations during training."""
         often = self.checkpoint_steps or SAVE_STEPS
         return self.eval_steps or (often if self.eval_strategy == "steps" else None)
 
     @property
     def evaluates(self) -> bool:
-        """Whether there are evaluations while training; else there is one at its end."""
+        """Whether there are evaluations during training; otherwise there is one at its end."""
         return self.eval_strategy == "epoch" or self.evaluation_steps is not None
 
     @property
@@ -41,5 +41,5 @@ class Times:
 
     @property
     def kept_checkpoints(self) -> int | None:
-        """How many of them are kept, that of the best evaluation among them; None for all."""
+        """How many checkpoints are kept, including that of the best evaluation; None for all."""
         return self.save_total_limit and max(self.save_total_limit, 1 + self.keep_best)

@@ -1,6 +1,7 @@
-"""The kinds of adapters that --tuner names beside LoRA: PEFT's, with what is to be known of them before it is imported.
+"""The kinds of PEFT adapters that --tuner accepts besides LoRA, with what has to be known about them before PEFT is
+imported.
 
-What each takes is said by --tuner-arguments, and checked against PEFT's own configuration of it, see
+Their arguments are given with --tuner-arguments and checked against PEFT's own configuration, see
 `train.adapters.kinds`.
 """
 
@@ -19,14 +20,14 @@ FULL, LORA, ADALORA, LN_TUNING = "full", "lora", "adalora", "ln_tuning"
 
 @dataclass(frozen=True)
 class Kind:
-    """One of PEFT's.
+    """A kind of PEFT adapters.
 
     Attributes:
-        reads: whether its first values are made of the weights, which each rank then loads whole.
-        plans: where a plan makes it: PEFT looks at values of what it makes on the CPU. None: it looks at those of
-            weights, or of what is computed, so that only a run counts it.
-        four_bits: whether it goes on layers whose weights are packed (--quantize), as it works on what goes through
-            them, and not on the weights themselves.
+        reads: whether it is initialised from the weights, which each rank then loads in full.
+        plans: the device on which a plan builds it: the CPU if PEFT reads values that it has created. None: PEFT reads
+            values of weights or of activations, so that only a run can count its memory.
+        four_bits: whether it works with layers whose weights are packed (--quantize), because it acts on activations
+            rather than on the weights themselves.
         half: whether it computes in half precision.
     """
 
@@ -70,31 +71,31 @@ KINDS = {
     "waveft": _THROUGH,
 }
 _PROMPTS = (
-    "it puts tokens that are learnt in front of each row, or in its blocks, which no merge can take into the weights"
+    "it puts learned tokens in front of each row, or into the blocks, and these cannot be merged into the weights"
 )
 TUNERS = (FULL, LORA, *KINDS)
-# Those of PEFT's, and of ms-swift's, that are not here, and why.
+# Kinds of PEFT and ms-swift that are not supported, and why.
 LEFT_OUT: dict[str, str] = {
-    "lily": "it chooses by the mean of a batch, so that its numbers depend on how rows are dealt out",
-    "pvera": "it draws numbers for each row, so that its numbers depend on how rows are dealt out",
-    "frod": "PEFT makes sparse tensors of its parameters, in a way in which sharded ones cannot be gathered",
-    "shadow": "it trains a second model of its own beside this one",
-    "poly": "it wants to know the task of each row",
-    "xlora": "it mixes adapters that have been trained before",
-    "trainable_tokens": "--tuner lora --modules-to-save embed_tokens trains tokens, with the rest of them",
+    "lily": "it decides by the mean of a batch, so its results depend on how rows are distributed to processes",
+    "pvera": "it draws random numbers for each row, so its results depend on how rows are distributed to processes",
+    "frod": "PEFT builds sparse tensors from its parameters in a way that does not work with sharded ones",
+    "shadow": "it trains a second model beside this one",
+    "poly": "it needs to know the task of each row",
+    "xlora": "it mixes adapters that are already trained",
+    "trainable_tokens": "--tuner lora --modules-to-save embed_tokens trains tokens, together with all others",
     **dict.fromkeys("prompt_tuning prefix_tuning p_tuning multitask_prompt_tuning cpt cartridge".split(), _PROMPTS),
     "adaption_prompt": _PROMPTS,
-    "reft": "PEFT has no ReFT; --tuner road turns hidden states, too, and can be merged",
+    "reft": "PEFT has no ReFT; --tuner road also rotates hidden states, and can be merged",
     "adapter": "layers between those of the model cannot be merged, and PEFT has none; --tuner lora or peanut",
-    "longlora": "its shifted attention is of a Llama of an old transformers; --sequence-parallel takes long rows whole",
+    "longlora": "its shifted attention is for Llama in an old transformers; for long rows, use --sequence-parallel",
     "llamapro": "new blocks are part of the model: --tuner full --new-blocks 4",
-    "unsloth": "it is another program",
+    "unsloth": "it is a separate program",
 }
 OTHER_NAMES = {"bone": "miss"}
 
 
 def reads_weights(tuner: str) -> bool:
-    """Whether what is trained is made of the weights, which then have to be there."""
+    """Whether the adapters are initialised from the weights, which then have to be loaded."""
     return tuner in KINDS and KINDS[tuner].reads
 
 
@@ -113,7 +114,7 @@ def _tuner(value: Any) -> Any:
 
 
 def _as_text(arguments: Any) -> Any:
-    """A file may say numbers, lists and so on of what is text on a command line."""
+    """A YAML file may give numbers, lists and so on where the command line gives text."""
     if not isinstance(arguments, dict):
         return arguments
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()}

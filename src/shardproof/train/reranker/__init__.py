@@ -1,1 +1,1 @@
-"""How well a text answers a query: losses, measures, the recipe, and a trained model that is asked."""
+"""How well a text answers a query: losses, metrics, the recipe, and inference with a trained model."""

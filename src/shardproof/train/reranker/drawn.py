@@ -1,4 +1,4 @@
-"""Some of the texts of a row in each pass over the rows, where it has many."""
+"""Draws some of the texts of a row in each pass over the rows, if it has many."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from shardproof.data.rows import Row
 
 
 class DrawnPairs(Sequence[dict[str, Any]]):
-    """Encoded rows of pairs, of each of which a pass over the rows has so many positives and negatives at most. Seed,
-    pass and row alone decide which, so that they are the same on any number of processes, and in a run that goes on.
+    """Encoded rows of pairs with at most a given number of positives and negatives in each pass over the rows. The draw
+    depends only on seed, pass and row, so it is the same on any number of processes and in a resumed run.
 
     Args:
-        rows: what `encode` of the recipe gave, with all that it has besides.
-        positives, negatives: how many; None for all.
+        rows: the result of `encode` in the recipe, with all its attributes.
+        positives, negatives: the most of each; None for all.
     """
 
     def __init__(self, rows: Any, positives: int | None, negatives: int | None, seed: int) -> None:
         self._rows, self._most, self._seed, self._epoch = rows, (negatives, positives), seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another pass over the rows."""
+        """Start another pass over the rows."""
         self._epoch = epoch
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # a way to many rows at once, as `datasets` has for loaders, would pass this by
+        # Methods that get many rows at once, as loaders use with `datasets`, would bypass the draw.
+        if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._rows, name)
 
@@ -49,7 +50,7 @@ class DrawnPairs(Sequence[dict[str, Any]]):
 
 
 def _of(row: dict[str, Any], places: Sequence[int]) -> dict[str, Any]:
-    """The row with the pairs at these places."""
+    """The row with only the pairs at these places."""
     if len(places) == len(row["labels"]):
         return row
     ends = [sum(row["lengths"][: place + 1]) for place in range(len(row["lengths"]))]
@@ -62,7 +63,7 @@ def _of(row: dict[str, Any], places: Sequence[int]) -> dict[str, Any]:
 
 
 def _texts_of(row: Row, places: Sequence[int]) -> Row:
-    """The row as it was read, of which files are read, with the texts at these places."""
+    """The row as it was read, which is used to read files, with only the texts at these places."""
     found = {name: row.extra[name] for name in (POSITIVE, NEGATIVE)}
     first = len(found[POSITIVE])
     some = {

@@ -1,4 +1,4 @@
-"""Ask a trained reranker how well texts answer queries."""
+"""Score with a trained reranker how well texts answer queries."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from shardproof.train.seq_cls.labelling import RELEVANCE
 
 
 class Ranker(Classifier):
-    """A model that gives pairs of a query and a text a score, and its tokenizer. The arguments are those of
-    `Classifier`, but `scoring`: how it does so; `system` stands before queries."""
+    """A model that scores pairs of a query and a text, and its tokenizer. The arguments are those of `Classifier`, and
+    `scoring`: how it scores pairs. `system` is the text before queries."""
 
     def __init__(self, folder: Path, scoring: Scoring, system: str | None, *how: Any) -> None:
         self.scoring = scoring
@@ -34,8 +34,8 @@ class Ranker(Classifier):
         return self.scoring.media_encoder(self.processing, self.limits, system)
 
     def scores(self, rows: Sequence[Row]) -> list[Any]:
-        """Of each row those of its positives and negatives, from 0 to 1, in fp32. With several ranks all call it, with
-        rows of their own, or none. What is longer than the model reads loses its end.
+        """For each row, the scores of its positives and negatives, from 0 to 1, in fp32. With several ranks, all call
+        this, with their own rows or none. Texts that are too long for the model are truncated.
 
         Raises:
             ConfigError: a row cannot be read by this model.
@@ -53,7 +53,7 @@ class Ranker(Classifier):
         return found
 
     def _pairs(self, rows: Sequence[Row]) -> tuple[dict[str, Any], list[int]] | None:
-        """The tensors of the pairs of rows, and how many each has; None of no rows."""
+        """The tensors of the pairs of rows, and how many pairs each row has; None for no rows."""
         if self.takes_files:
             return with_files(self.encoder, rows)
         pairs: list[Any] = []
@@ -71,7 +71,7 @@ class Ranker(Classifier):
 
 
 class AskedRanker(Ranker):
-    """The same of a model that answers yes or no."""
+    """The same for a model that answers yes or no."""
 
     def _encoder(self, system: str | None) -> Any:
         take_files_in_pairs(self.processing, str(self.folder))
@@ -93,13 +93,13 @@ def rank_rows(
     at_once: int,
     bad_rows: BadRows = "stop",
 ) -> Iterator[tuple[int, int, Sequence[BadRow]]]:
-    """Score every row of `dataset` and write a line for each: what the row had, `messages`, and `scores`, of its
-    positives and then of its negatives.
+    """Score every row of `dataset` and write a line for each: the columns of the row, `messages`, and the `scores` of
+    its positives and then of its negatives.
 
-    Returns: what `write_lines` yields. All ranks call it.
+    Returns: the iterator of `write_lines`. All ranks call this.
 
     Raises:
-        DataError: a row cannot be read; nothing is asked then.
+        DataError: a row cannot be read. Then nothing is written.
     """
     form = Matches(several=True, needed=False, files=model.takes_files).form
 

@@ -1,4 +1,4 @@
-"""Losses over the scores of a query's texts, and how well they rank."""
+"""Losses over the scores of a query's texts, and ranking metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def pointwise(scores: torch.Tensor, relevant: torch.Tensor, counts: Sequence[int
 
 
 def listwise(scores: torch.Tensor, relevant: torch.Tensor, counts: Sequence[int], temperature: float) -> torch.Tensor:
-    """The sum over positives of the cross entropy of finding each among itself and the negatives of its row.
+    """The sum over positives of the cross entropy of finding each one among the negatives of its row.
 
     Source: Cao et al., Learning to Rank: From Pairwise Approach to Listwise Approach (ICML 2007).
     """
@@ -29,8 +29,8 @@ def listwise(scores: torch.Tensor, relevant: torch.Tensor, counts: Sequence[int]
 
 
 def sums(scores: torch.Tensor, relevant: torch.Tensor, counts: Sequence[int]) -> list[float]:
-    """How many rows there are, and over these the sums of MEASURES: whether a positive comes first, one over the place
-    of the first one, and the discounted gain as a share of the best one. Of equal scores the negatives come first."""
+    """The number of rows, and the sums of MEASURES over them: whether a positive ranks first, the reciprocal rank of
+    the first positive, and the normalised discounted cumulative gain. Among equal scores, negatives rank first."""
     added = [0.0] * (1 + len(MEASURES))
     scores, relevant = scores.detach().cpu().double(), relevant.cpu()
     for some, right in zip(scores.split(list(counts)), relevant.split(list(counts)), strict=True):
@@ -45,6 +45,6 @@ def sums(scores: torch.Tensor, relevant: torch.Tensor, counts: Sequence[int]) ->
 
 
 def means(added: Sequence[float]) -> dict[str, float]:
-    """What the sums over all rows come to."""
+    """The means from the sums over all rows."""
     rows, *rest = added
     return {name: value / rows if rows else 0.0 for name, value in zip(MEASURES, rest, strict=True)}

@@ -1,8 +1,8 @@
-"""Fine-tuning a model that says how well a text answers a query: the recipe of `shardproof sft --task reranker`, and of
+"""Fine-tuning a model that scores how well a text answers a query: the recipe of `shardproof sft --task reranker` and
 `generative_reranker`.
 
-It is a model of `seq_cls` with one label, or one that writes, whose answer is "yes" or "no" (`scoring.py`), learnt
-from rows of queries, what answers them and what does not.
+The model is a `seq_cls` model with one label, or a generative one that answers "yes" or "no" (`scoring.py`). It learns
+from rows with queries, texts that answer them and texts that do not.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from shardproof.train.settings import add_in_one_order, for_sft_trainer
 from shardproof.train.watching.view import View, Write
 
 LISTWISE = "listwise"
-GENERATIVE = "generative_reranker"  # of --task: no head, but an answer
+GENERATIVE = "generative_reranker"  # value of --task: an answer instead of a head
 
 
 def check(config: SftConfig, world_size: int) -> Batch:
-    """What can be known from the options alone; imports nothing heavy."""
+    """Check what can be known from the options alone; imports nothing heavy."""
     check_columns(config.columns, MATCH_FIELDS)
     if config.dataset in ([], ["stdlib"]) and not config.cached_dataset:
         raise ConfigError(f"--task {config.task} needs rows with a 'positive': name a file of them with --dataset.")
@@ -54,7 +54,7 @@ def read(config: SftConfig) -> tuple[Any, Any]:
     """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy.
 
     Raises:
-        DataError: a file is missing, or a row is bad: one without a positive, or without a negative to rank it before.
+        DataError: a file is missing, or a row is bad: it has no positive, or no negative to rank it above.
     """
     from shardproof.data.rows import read_rows
 
@@ -66,10 +66,10 @@ def _form(config: SftConfig) -> Form:
 
 
 def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
-    """Make the tokenizer and the output folder, encode the rows that `read` gave.
+    """Create the tokenizer and the output folder, and encode the rows from `read`.
 
     Raises:
-        ConfigError, DataError: everything a user can put right, found before any process is started.
+        ConfigError, DataError: for everything a user can fix, before any process is started.
     """
     batch = check(config, world_size)
     config = config.model_copy(update={"loss": loss_of(config)})
@@ -81,7 +81,7 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
 
 
 def _told_apart(config: SftConfig, rows: Any, processing: Any) -> Any:
-    """`encode` of rows of which some have a text that does not answer the query."""
+    """`encode`, with a check that some rows have a text that does not answer the query."""
     encoded = encode(config, rows, processing)
     labels = getattr(encoded, "encoded", encoded)["labels"]
     if all(label for of_row in labels for label in of_row):
@@ -93,7 +93,7 @@ def _told_apart(config: SftConfig, rows: Any, processing: Any) -> Any:
 
 
 def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
-    """The token ids of the pairs of rows; its `report` says what became of them."""
+    """The token ids of the pairs of rows; its `report` says how many were kept."""
     from shardproof.train.reranker.scoring import scoring_of
 
     tokenizer, files = tokenizer_of(processing), files_taken(processing)
@@ -103,19 +103,19 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
         check_files(config)
         return encoded_by(config, rows, processing, media_encoder(config, processing))
     if config.plain:
-        processing.chat_template = None  # here, and in the model that comes out
+        processing.chat_template = None  # here and in the saved model
     return encoded_by(config, rows, processing, scoring_of(config, processing).encoder(tokenizer, config.system))
 
 
 def media_encoder(config: SftConfig, processing: Any) -> Any:
-    """Of a model that takes files."""
+    """The encoder for a model that takes files."""
     from shardproof.train.reranker.scoring import scoring_of
 
     return scoring_of(config, processing).media_encoder(processing, media_limits(config, processing), config.system)
 
 
 def media_collator(config: SftConfig, processing: Any) -> Any:
-    """What makes batches of rows, of a model that takes files."""
+    """The collator for a model that takes files."""
     from shardproof.data.media.judged import MediaPairCollator
 
     return MediaPairCollator(media_encoder(config, processing), config.on_lost)
@@ -129,7 +129,7 @@ def import_libraries(config: SftConfig) -> None:
 def train(prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:
     """Train on this rank and save. Collective: every rank of the process group calls it.
 
-    Any of `signals` ends training after the step it comes in, and the weights of that step are saved.
+    Any of `signals` ends training after the current step, and its weights are saved.
 
     Returns: the signal that ended training, or 0.
     """
@@ -159,7 +159,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
             kind=loss_of(config),
             temperature=config.loss_temperature or 1.0,
             most=(config.max_positives, config.max_negatives),
-            **for_sft_trainer(prepared, [*callbacks, *tries_padding(prepared, "Take another model.")]),
+            **for_sft_trainer(prepared, [*callbacks, *tries_padding(prepared, "Use another model.")]),
         )
 
     return run.train(prepared, model, make_trainer, view, write, signals)

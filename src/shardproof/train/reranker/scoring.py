@@ -1,8 +1,8 @@
-"""How a reranker scores a pair of a query and a text: by a head of its own, or by what a causal language model would
-answer, "yes" or "no"; and the files of a model folder that say so.
+"""How a reranker scores a pair of a query and a text: with a head, or by whether a causal language model would answer
+"yes" or "no"; and the files of a model folder that describe this.
 
-The files are those of sentence-transformers, whose CrossEncoder so gives the same scores, and whose models are taken as
-they are.
+The files are those of sentence-transformers, whose CrossEncoder therefore gives the same scores, and whose models can
+be used as they are.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ SCORE = "1_LogitScore/config.json"
 
 
 class ByHead:
-    """By the one label of a classifier."""
+    """Scores with the single label of a classifier."""
 
     def encoder(self, tokenizer: Any, system: str | None) -> PairEncoder:
         return PairEncoder(tokenizer, system)
 
     def media_encoder(self, processor: Any, limits: Limits, system: str | None) -> MediaMatchEncoder:
-        """Of a model that takes files."""
+        """The encoder for a model that takes files."""
         return MediaPairEncoder(processor, limits, system)
 
     def build(self, config: SftConfig, source: str, tokenizer: Any) -> Any:
@@ -53,23 +53,24 @@ class ByHead:
         return seq_cls.build(config, source, tokenizer, to_shard=True)
 
     def scores(self, outputs: Any) -> torch.Tensor:
-        """In fp32, of shape (pairs,); the sigmoid of one is how likely the text answers the query."""
+        """Scores in fp32, of shape (pairs,); the sigmoid of a score is the probability that the text answers the
+        query."""
         found: torch.Tensor = outputs["logits"].float()[:, 0]
         return found
 
     def write(self, folder: Path) -> None:
-        """Say so beside adapters; the config of a whole model does."""
+        """Write the label beside adapters; a full model has it in its config."""
         write_labels(folder, RELEVANCE)
 
 
 @dataclass(frozen=True)
 class YesNo:
-    """By the logits of two tokens behind the prompt of a pair: that of `yes` less that of `no`, so that the sigmoid is
-    the softmax over the two.
+    """Scores with the logits of two tokens after the prompt of a pair: that of `yes` minus that of `no`, so that the
+    sigmoid equals the softmax over the two.
 
     Attributes:
-        system: the instruction of pairs without one of their own.
-        files: the kinds of files that the model takes beside texts.
+        system: the instruction for pairs without their own.
+        files: the kinds of files that the model takes besides texts.
     """
 
     yes: int
@@ -81,7 +82,7 @@ class YesNo:
         return JudgedEncoder(tokenizer, self.system if system is None else system)
 
     def media_encoder(self, processor: Any, limits: Limits, system: str | None) -> MediaMatchEncoder:
-        """Of a model that takes files."""
+        """The encoder for a model that takes files."""
         return MediaJudgedEncoder(processor, limits, self.system if system is None else system)
 
     def build(self, config: SftConfig, source: str, tokenizer: Any) -> Any:
@@ -100,7 +101,7 @@ class YesNo:
         return both[:, 0] - both[:, 1]
 
     def write(self, folder: Path) -> None:
-        """Say so in the words of sentence-transformers."""
+        """Write this in the format of sentence-transformers."""
         names = {
             "": "base.modules.transformer.Transformer",
             "1_LogitScore": "cross_encoder.modules.logit_score.LogitScore",
@@ -137,11 +138,11 @@ Scoring = ByHead | YesNo
 
 
 def scoring_of(config: SftConfig, processing: Any) -> Scoring:
-    """How the model of a run scores pairs, which its tokenizer or processor takes from here on. Words that answer a
-    pair are those of the model, where it says some.
+    """How the model of a run scores pairs; prepares its tokenizer or processor for them. The answer tokens are those in
+    the model's files, if there are any.
 
     Raises:
-        ConfigError: the tokenizer cannot.
+        ConfigError: the tokenizer does not support this.
     """
     if config.task != GENERATIVE:
         return ByHead()
@@ -155,7 +156,7 @@ def scoring_of(config: SftConfig, processing: Any) -> Scoring:
 
 
 def take_files_in_pairs(processing: Any, name: str) -> Write:
-    """See that a tokenizer takes pairs, or a processor pairs with files. Returns what writes them."""
+    """Prepare a tokenizer for pairs, or a processor for pairs with files. Returns the function that writes them."""
     tokenizer = tokenizer_of(processing)
     write = prompt if tokenizer is processing else written
     take_pairs(tokenizer, name, write)
@@ -164,7 +165,7 @@ def take_files_in_pairs(processing: Any, name: str) -> Write:
 
 
 def scoring_in(folder: Path) -> YesNo | None:
-    """How the model in a folder scores pairs by what it would answer, or None of a model that does not say it does."""
+    """How the model in a folder scores pairs by its answer, or None for a model without such files."""
     if not (folder / MODULES).is_file() or not (folder / SCORE).is_file():
         return None
     said, more, how = (
@@ -185,10 +186,11 @@ def _yes_no(said: dict[str, Any], system: str | None, files: tuple[str, ...], mo
 
 
 def last_logits_only(model: Any) -> None:
-    """Have a causal language model make the logits of the last token of each row alone, of shape (rows, 1, vocabulary).
+    """Have a causal language model compute only the logits of the last token of each row, of shape (rows, 1,
+    vocabulary).
 
-    What it does to logits by itself (a scale, a cap, adapters on its head) it does to these. Rows are padded on the
-    right, where no position depends on padding, and so the last tokens stand at different places.
+    Its own changes to logits (a scale, a cap, adapters on its head) apply to these as well. Rows are padded on the
+    right, where no position depends on padding, so their last tokens are at different positions.
     """
     head = head_for_words(model)
     if head is None:

@@ -14,12 +14,12 @@ from shardproof.train.seq_cls.trainer import ScoringTrainer
 
 
 class RerankerTrainer(ScoringTrainer):
-    """Losses are sums over pairs (or of `listwise`, over positives) divided by those of the step on all ranks.
+    """Losses are sums over pairs (with `listwise`, over positives) divided by their number in the step on all ranks.
 
     Args:
         scoring: how the model scores a pair.
-        kind: which loss.
-        temperature: what scores are divided by in the loss `listwise`.
+        kind: the loss.
+        temperature: the divisor of scores in the loss `listwise`.
         most: how many positives and negatives of a row each pass over the rows draws; None for all.
     """
 
@@ -45,7 +45,8 @@ class RerankerTrainer(ScoringTrainer):
         )  # type: ignore[no-any-return]
 
     def _scores(self, outputs: Any, labels: dict[str, Any]) -> torch.Tensor:
-        """Of the pairs of rows: a batch whose rows are all lost has a text of none."""
+        """The scores of the pairs of rows: a batch whose rows are all lost still has a text, which belongs to no
+        row."""
         return self.scoring.scores(outputs)[: len(labels["relevant"])]
 
     def _learnt(self, inputs: dict[str, Any]) -> int:

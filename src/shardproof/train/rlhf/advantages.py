@@ -1,7 +1,7 @@
-"""GRPO with other advantages than TRL's: other baselines and scales, the distance to the reference in the reward, and
-what a teacher says of each token.
+"""GRPO with advantages that TRL does not have: other baselines and scales, the KL to the reference in the reward, and a
+teacher's judgement of each token.
 
-What answers are worth is known of all ranks before advantages are made, so these are the same on any number of ranks.
+Rewards are gathered from all ranks before advantages are computed, so these are the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from shardproof.zero.device import widest_float
 
 @dataclass
 class GrpoConfig(GRPOConfig):
-    """GRPO's arguments and those of its advantages.
+    """GRPO's arguments, and those for its advantages.
 
     Attributes:
         advantage_estimator: what an answer is compared with, see `advantages_of`.
-        kl_in_reward: whether the distance to the reference is taken off the reward of an answer, and is no part of the
-            loss.
-        teacher_kl_coef: the weight of what a teacher says of each token.
+        kl_in_reward: whether the distance to the reference is subtracted from the reward of an answer instead of being
+            part of the loss.
+        teacher_kl_coef: the weight of the teacher's judgement of each token.
     """
 
     advantage_estimator: str = field(default="grpo")
@@ -38,12 +38,12 @@ class GrpoConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_generations_eval == 1:  # TRL wants two answers to a prompt at least, and is told of a whole batch
+        if self.num_generations_eval == 1:  # TRL requires at least two answers to a prompt, and was given a whole batch
             self.num_generations = 1
 
 
 class ByDistance(GRPOTrainer):
-    """GRPO's trainer whose distance to the reference is taken off rewards, where `kl_in_reward` says so."""
+    """GRPO's trainer, which with `kl_in_reward` subtracts the distance to the reference from rewards."""
 
     kl_in_reward: bool
     beta: float
@@ -61,24 +61,24 @@ class ByDistance(GRPOTrainer):
             self.beta = beta
 
     def _weighted(self) -> torch.Tensor:
-        """What each answer of all ranks is worth (N,); NaN where nobody says."""
+        """The total reward of each answer on all ranks (N,); NaN where no judge gave one."""
         return weighted(self._rewards, self.reward_weights)
 
     def _mine(self, of_all: torch.Tensor, rows: int) -> torch.Tensor:
-        """Of a tensor of the answers of all ranks those of this one, which has so many."""
+        """This rank's answers, `rows` of them, from a tensor over those of all ranks."""
         return of_all[self.accelerator.process_index * rows :][:rows]
 
     def _old_logps(self, batch: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities of the tokens of answers when they were written (B, T)."""
         known: torch.Tensor | None = batch.get("old_per_token_logps")
-        if known is None:  # asked once, though a distance and a teacher may both want them
+        if known is None:  # computed once, though the distance and the teacher may both need them
             if self._asked_logps is None or self._asked_logps[0] is not batch["completion_ids"]:
                 self._asked_logps = batch["completion_ids"], self._logps(self.model, batch)
             known = self._asked_logps[1]
         return known
 
     def _logps(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
-        """What a model says of the tokens of answers (B, T)."""
+        """A model's log-probabilities of the tokens of answers (B, T)."""
         ids, mask = joined(batch)
         keep, size = batch["completion_ids"].size(1), self.args.per_device_train_batch_size
         with torch.no_grad():
@@ -86,7 +86,7 @@ class ByDistance(GRPOTrainer):
         return logps
 
     def _distance(self, batch: dict[str, Any], mask: torch.Tensor) -> torch.Tensor:
-        """To the reference, of the tokens that `mask` has (B, T): the first-order estimate, as in TRL's RLOO."""
+        """The distance to the reference for the tokens in `mask` (B, T): the first-order estimate, as in TRL's RLOO."""
         distance = (self._old_logps(batch) - batch["ref_per_token_logps"]) * mask
         self._record("kl", distance.sum(), mask.sum())
         return distance
@@ -98,10 +98,10 @@ class ByDistance(GRPOTrainer):
 
 
 class GrpoTrainer(ByDistance):
-    """GRPO's trainer with one of these estimators, and with a teacher's judgement of each token, if there is one: how
-    much more probable it is to the teacher, by which the reverse KL divergence is learnt from the model's own answers
-    (https://arxiv.org/abs/2306.08543). `experts` are learnt beside answers, whose
-    tokens `fipo` weighs, if it is there."""
+    """GRPO's trainer with one of these estimators and, if there is a teacher, its judgement of each token: how much
+    more probable the teacher finds it, which minimises the reverse KL divergence on the model's own answers
+    (https://arxiv.org/abs/2306.08543). `experts`, if given, are learned beside answers, and `fipo` weights the tokens
+    of answers."""
 
     teacher_model: Any
 
@@ -114,7 +114,7 @@ class GrpoTrainer(ByDistance):
         **kwargs: Any,
     ) -> None:
         self.experts, self.fipo = experts, fipo
-        self._weighed: dict[str, Any] | None = None  # the inputs of a loss of FIPO
+        self._weighed: dict[str, Any] | None = None  # the inputs of the loss, with FIPO
         self.kl_in_reward = kwargs["args"].kl_in_reward
         super().__init__(*args, **kwargs)
         self.teacher_model = teacher_model
@@ -132,8 +132,8 @@ class GrpoTrainer(ByDistance):
         return self.experts.joined(self, model, loss) if learns else loss  # type: ignore[union-attr]
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        """In a loss of FIPO, the advantages that TRL is about to read are weighed by what it is told here: its clipped
-        losses are multiplied by whatever their advantages are."""
+        """With FIPO, weights the advantages that TRL is about to read. TRL calls this before it multiplies its clipped
+        losses by them."""
         found, batch = super()._get_per_token_logps_and_entropies(*args, **kwargs), self._weighed
         if batch is not None and self.fipo is not None:
             logps, mask = found[0].detach(), batch["completion_mask"] * batch.get("tool_mask", 1)
@@ -159,14 +159,14 @@ class GrpoTrainer(ByDistance):
         return output
 
     def _forget_rewards(self) -> None:
-        """TRL's figures of rewards that nobody gave."""
+        """Remove TRL's metrics for rewards if there are none."""
         figures = self._metrics["train" if self.model.training else "eval"]
         for name in [name for name in figures if name.startswith(OF_REWARDS)]:
             del figures[name]
         self._logs["rewards"].clear()
 
     def _taught(self, batch: dict[str, Any], mask: torch.Tensor) -> torch.Tensor:
-        """How much more probable the tokens that `mask` has are to the teacher (B, T)."""
+        """How much more probable the teacher finds the tokens in `mask` (B, T)."""
         if isinstance(self.teacher_model, TeacherServer):
             theirs = self.teacher_model.logps(*joined(batch), batch["completion_ids"].size(1))
         else:
@@ -176,7 +176,7 @@ class GrpoTrainer(ByDistance):
         return more
 
     def _compared(self, batch: dict[str, Any], mask: torch.Tensor) -> torch.Tensor:
-        """The advantages of this rank's answers (B,), which are written down in the place of TRL's."""
+        """The advantages of this rank's answers (B,), which are logged in place of TRL's."""
         rewards, estimator = self._weighted(), self.args.advantage_estimator
         if self.kl_in_reward and self.beta:
             rewards = rewards - self.beta * self.accelerator.gather(self._distance(batch, mask).sum(dim=1))
@@ -186,7 +186,7 @@ class GrpoTrainer(ByDistance):
         return self._mine(advantages, len(mask))
 
     def _tell(self, advantages: torch.Tensor) -> None:
-        """Write down these, of all ranks, in the place of TRL's own."""
+        """Log these advantages, of all ranks, in place of TRL's own."""
         told = self._logs["advantages"]
         for _ in advantages:
             told.pop()
@@ -194,15 +194,15 @@ class GrpoTrainer(ByDistance):
 
 
 def advantages_of(rewards: torch.Tensor, answers: int, estimator: str, scale: str) -> torch.Tensor:
-    """How much better each answer is than others (N,), 0 where nobody says what it is worth.
+    """How much better each answer is than others (N,); 0 for answers without a reward.
 
     Args:
-        rewards: of all answers (N,), those to one question behind each other; NaN where nobody says.
-        answers: to each question.
+        rewards: those of all answers (N,), with the answers to a question next to each other; NaN for none.
+        answers: number of answers to each question.
         estimator: `grpo` compares with the mean of a question's answers; `rloo` with that of the others
-            (https://arxiv.org/abs/2402.14740); `reinforce_plus_plus` is `grpo`, but scales by what it has found
-            (https://arxiv.org/abs/2501.03262).
-        scale: by the deviation of a question's answers (`group`), of all (`batch`), or not (`none`).
+            (https://arxiv.org/abs/2402.14740); `reinforce_plus_plus` is `grpo`, but scales by the deviation of these
+            differences (https://arxiv.org/abs/2501.03262).
+        scale: divide by the deviation over a question's answers (`group`), over all (`batch`), or not at all (`none`).
     """
     grouped = rewards.view(-1, answers)
     found = grouped - grouped.nanmean(dim=1, keepdim=True)
@@ -216,13 +216,14 @@ def advantages_of(rewards: torch.Tensor, answers: int, estimator: str, scale: st
 
 
 def weighted(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What answers are worth (N,), of what each judge says (N, judges); NaN where none does. In the widest type, as the
-    mean of eight times 0.8 is another number in fp32, and differences are divided by a deviation that is as small."""
+    """The total rewards of answers (N,), from those of each judge (N, judges); NaN where no judge gave one. In the
+    widest type: in fp32 the mean of eight times 0.8 is not 0.8, and such differences are divided by an equally small
+    deviation."""
     wide = rewards.to(widest_float(rewards.device))
     return (wide * weights.to(wide)).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
 
 
 def joined(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts and answers behind each other: ids and mask (B, P + T)."""
+    """Prompts, each followed by its answer: ids and mask (B, P + T)."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     return ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)

@@ -1,4 +1,4 @@
-"""Options of `shardproof rlhf` that go against each other."""
+"""Options of `shardproof rlhf` that contradict each other."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from shardproof.train.options.rlhf_config import RlhfConfig, draws_answers
 
 
 def check_ends(config: RlhfConfig) -> None:
-    """Raise ConfigError for texts at which no answer can end."""
+    """Raise ConfigError for stop words that cannot work."""
     against = {
-        "mask_truncated_completions": "TRL takes an answer that ends at a text for one that was cut",
-        **dict.fromkeys(("tools", "environments"), "an answer stops at a call, and goes on behind it"),
+        "mask_truncated_completions": "TRL treats an answer that ends at a stop word as truncated",
+        **dict.fromkeys(("tools", "environments"), "an answer stops at a call and continues after it"),
     }
     for name, why in against.items():
         if config.stop_words and getattr(config, name):
@@ -21,7 +21,7 @@ def check_ends(config: RlhfConfig) -> None:
 
 
 def check_shared(config: RlhfConfig) -> None:
-    """Raise ConfigError for ranks that share rows, and would each write answers of their own to them."""
+    """Raise ConfigError if ranks share rows but would each generate their own answers to them."""
     if config.sequence_parallel > 1 and config.rlhf_type == "gkd" and draws_answers(config):
         raise ConfigError(
             "--sequence-parallel: gkd shares only rows whose answers exist already, and here each process would"
@@ -30,7 +30,7 @@ def check_shared(config: RlhfConfig) -> None:
 
 
 def check_can_go_on(config: RlhfConfig) -> None:
-    """Raise ConfigError for a run that could not be the same after a checkpoint."""
+    """Raise ConfigError for a run that could not be resumed exactly from its checkpoints."""
     if config.resume is None and (config.save_only_model or not config.writes_checkpoints):
         return
     why = None
@@ -39,6 +39,6 @@ def check_can_go_on(config: RlhfConfig) -> None:
     if config.sync_ref_steps:
         why = "--sync-ref-steps moves the reference, which is not in a checkpoint"
     if config.precompute_ref:
-        why = "--precompute-ref asks the model as it was before the first step, which is gone when a run goes on"
+        why = "--precompute-ref runs the model as it was before the first step, which is gone when a run is resumed"
     if why:
         raise ConfigError(f"{why}: leave out --save-steps and --resume, or add --save-only-model.")

@@ -1,4 +1,4 @@
-"""Which of TRL's trainers runs an algorithm, and our options in that trainer's words. Imports nothing heavy."""
+"""Which TRL trainer runs an algorithm, and our options in that trainer's terms. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Algorithm:
     """One value of --rlhf-type.
 
     Attributes:
-        trainer: module and class, of TRL or ours.
+        trainer: module and class, TRL's or ours.
         arguments: module and class of its configuration.
-        form: what rows look like.
-        needs: options without which it cannot run (one of those in a tuple).
-        cuts: at which ends its trainer cuts rows that are too long (values of --truncation).
+        form: the format of its rows.
+        needs: options that it requires (one from each tuple).
+        cuts: the ends at which its trainer truncates rows that are too long (values of --truncation).
     """
 
     trainer: str
@@ -76,12 +76,12 @@ ALGORITHMS = {
 
 BALANCED = ("dpo", "kto", *REWARDED)  # their trainers can balance the experts of a mixture
 
-# The algorithms for which an option means something; the others refuse it.
+# The algorithms that an option applies to; the others refuse it.
 MEANT_FOR: dict[str, tuple[str, ...]] = {
     "group_by_length": PAIRED,
-    "drop_last": (*PAIRED, "kto", "gkd"),  # what generates leaves them out anyway
+    "drop_last": (*PAIRED, "kto", "gkd"),  # algorithms that generate drop these rows anyway
     "sequence_parallel": (*PAIRED, "kto", "grpo", "rloo", "gkd"),
-    "compile": (*PAIRED, "kto"),  # what is generated has another length with every token
+    "compile": (*PAIRED, "kto"),  # generation changes the length with every token
     "beta": ("dpo", "kto", "orpo", "simpo", "cpo", "grpo", "rloo", "gkd", "ppo"),
     "loss_type": ("dpo", "kto", "cpo", "grpo"),
     "loss_weights": ("dpo",),
@@ -139,8 +139,8 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "gkd": ("teacher_model",),
 }
 
-# What --trl-arguments may set: variants that TRL offers, and that do not touch what is sharded, read or written here.
-_Kinds = dict[str, type | tuple[str, ...]]  # a tuple: one of these texts, which TRL looks at in the first step
+# What --trl-arguments may set: variants in TRL that do not affect what is sharded, read or written here.
+_Kinds = dict[str, type | tuple[str, ...]]  # a tuple: one of these texts, which TRL only checks in the first step
 _ALL: _Kinds = {"disable_dropout": bool}
 _FOLLOWS: _Kinds = {"ref_model_mixup_alpha": float}
 _SAMPLED: _Kinds = {"min_p": float, **_FOLLOWS, **_ALL}
@@ -175,10 +175,10 @@ EXTRAS: dict[str, _Kinds] = {
     "ppo": _SAMPLED,
 }
 
-# Those of TRL's numbers that are shares: it passes others over, or computes something else with them.
+# Numbers that must be from 0 to 1: TRL ignores other values, or computes something else with them.
 SHARES = ("top_entropy_quantile", "ld_alpha", "ref_model_mixup_alpha")
 
-# TRL finds out in the first step.
+# TRL only checks these in the first step.
 LOSSES: dict[str, tuple[str, ...]] = {
     "dpo": (
         *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
@@ -202,7 +202,7 @@ def check_losses(config: RlhfConfig) -> None:
 
 
 def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
-    """Raise ConfigError for options that contradict the algorithm, or lack what it needs."""
+    """Raise ConfigError for options that contradict the algorithm, or if one that it needs is missing."""
     kind = config.rlhf_type
     for names in ALGORITHMS[kind].needs:
         if not any(getattr(config, name) for name in names):
@@ -247,19 +247,20 @@ def check_algorithm(config: RlhfConfig, batch: Batch) -> None:
 
 
 def check_cut(config: RlhfConfig) -> None:
-    """Raise ConfigError for rows that are to be cut where the algorithm's trainer cuts others, or none."""
+    """Raise ConfigError if the algorithm's trainer does not truncate rows at the requested end."""
     cuts = ALGORITHMS[config.rlhf_type].cuts
     if config.truncation in ("drop", "raise", *cuts):
         return
-    known = f"cuts rows with --truncation {cuts[0]} only: take that" if cuts else "cuts no rows: raise --max-length"
+    known = f"only supports --truncation {cuts[0]}: use that" if cuts else "does not truncate rows: raise --max-length"
     raise ConfigError(
-        f"--truncation {config.truncation}: --rlhf-type {config.rlhf_type} {known}, or leave long rows out with"
+        f"--truncation {config.truncation}: --rlhf-type {config.rlhf_type} {known}, or drop long rows with"
         " --truncation drop."
     )
 
 
 def _check_extras(config: RlhfConfig) -> None:
-    """Raise ConfigError for a name in --trl-arguments that the algorithm does not have, or a value of another kind."""
+    """Raise ConfigError for a name in --trl-arguments that the algorithm does not have, or a value of the wrong
+    type."""
     known = EXTRAS[config.rlhf_type]
     for name, value in config.trl_arguments.items():
         said = f"--trl-arguments {name}={value}"
@@ -314,15 +315,15 @@ def _check_generations(config: RlhfConfig, batch: Batch) -> None:
         raise ConfigError(
             f"{option}: {judged} answers are judged at once in an evaluation ({batch.micro} x {batch.world_size}"
             f" process(es)), which --num-generations {config.generations} does not divide.\n"
-            f"Take --per-device-batch-size {enough} or a multiple of it, or leave {option} out."
+            f"Use --per-device-batch-size {enough} or a multiple of it, or leave {option} out."
         )
 
 
 def own_arguments(config: RlhfConfig, batch: Batch) -> dict[str, Any]:
-    """What the algorithm's configuration takes beyond those of every trainer; only what is not TRL's default."""
+    """The arguments of the algorithm's configuration beyond those of every trainer, without TRL's defaults."""
     kind = config.rlhf_type
     own: dict[str, Any] = {"beta": config.beta} if kind != "rm" else {}
-    if kind in BALANCED:  # by TRL's default it would be what the model's config says
+    if kind in BALANCED:  # TRL's default is the value in the model's config
         own["router_aux_loss_coef"] = config.router_aux_loss_coef
     if kind in (*PAIRED, "kto"):
         own["max_length"] = config.max_length
@@ -337,7 +338,7 @@ def own_arguments(config: RlhfConfig, batch: Batch) -> dict[str, Any]:
         own |= {"label_smoothing": config.label_smoothing, "loss_type": _one(config), "cpo_alpha": config.cpo_alpha}
     if kind == "simpo":
         alpha = 0.0 if config.cpo_alpha is None else config.cpo_alpha
-        beta = 2.0 if config.beta is None else config.beta  # the paper's; TRL's is the one of cpo
+        beta = 2.0 if config.beta is None else config.beta  # as in the paper; TRL's default is meant for cpo
         own |= {"loss_type": "simpo", "simpo_gamma": config.simpo_gamma, "cpo_alpha": alpha, "beta": beta}
     if kind in REFERRED[:2]:
         own |= {"precompute_ref_log_probs": config.precompute_ref}
@@ -368,7 +369,8 @@ def _generating(config: RlhfConfig, batch: Batch) -> dict[str, Any]:
         "epsilon_high": config.epsilon_high,
         "reward_weights": config.reward_weights,
         "mask_truncated_completions": config.mask_truncated_completions,
-        "log_multimodal": False,  # we show places of pictures; TRL would gather them on the ranks that have some
+        # We log the positions of images; TRL would gather images on only those ranks that have some.
+        "log_multimodal": False,
     }
     if config.rlhf_type == "grpo":
         own |= {"loss_type": _one(config), "scale_rewards": config.scaled_by, "delta": config.delta}
@@ -381,7 +383,7 @@ def _generating(config: RlhfConfig, batch: Batch) -> dict[str, Any]:
         own |= {"num_generations": whole, "num_generations_eval": 1}  # see GrpoConfig
     if config.use_vllm:
         own |= vllm_arguments(config)
-        if config.loss_type == ["vespo"]:  # takes probabilities of tokens only
+        if config.loss_type == ["vespo"]:  # supports only probabilities of tokens
             own["vllm_importance_sampling_mode"] = "token_truncate"
     return own
 

@@ -1,4 +1,4 @@
-"""What a chat template writes behind an answer, such as a line end: no part of the answer, and not learnt."""
+"""What a chat template writes after an answer, such as a newline. It is not part of the answer and is not learned."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from shardproof.data.encoding.encode import Encoder
     from shardproof.data.media.encode import MediaEncoder
 
-BEHIND = "tokens behind the answer"  # a column of rows of gkd
+BEHIND = "tokens behind the answer"  # a column of the rows in gkd
 
 
 def tokens_behind(encoder: Encoder | MediaEncoder, turns: list[dict[str, Any]]) -> int:
-    """How many tokens of a conversation stand behind its last answer; 0 where its template does not tell."""
+    """How many tokens of a conversation follow its last answer; 0 if its template does not show that."""
     try:
         text, spans = encoder.text(Row(turns, "", 0))
     except (ConfigError, Problem):

@@ -1,8 +1,8 @@
-"""CHORD: rows of experts, learnt as in sft beside the answers of grpo (https://arxiv.org/abs/2508.11408).
+"""CHORD: expert rows, learned as in sft beside the answers of grpo (https://arxiv.org/abs/2508.11408).
 
-The loss is `(1 - mu)` times that of grpo and `mu` times the mean over the experts' learnt tokens of a step, whatever
-micro-batches and ranks these are in; `mu` follows the step. Which rows a step has follows from its number, so that a
-run that goes on has those of one that was not interrupted.
+The loss is `(1 - mu)` times that of grpo plus `mu` times the mean over the learned expert tokens of a step, however
+these are distributed to micro-batches and ranks; `mu` depends on the step. The number of a step determines its rows, so
+that a resumed run has the same rows as one that was not interrupted.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ROWS = Form(partial(normalise, weighs=True), SUPERVISED.expected)
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the weight of experts follows the step: up from 0 in `warmup` steps, and down to `valley` by half a cosine
-    in `decay` steps."""
+    """The weight of expert rows at each step: it rises from 0 in `warmup` steps, and falls to `valley` along half a
+    cosine in `decay` steps."""
 
     peak: float
     valley: float
@@ -33,7 +33,7 @@ class Schedule:
     decay: int
 
     def mu(self, step: int) -> float:
-        """In the step behind so many."""
+        """The weight after `step` steps."""
         if step < self.warmup:
             return self.peak * step / self.warmup
         if step >= self.warmup + self.decay:
@@ -43,7 +43,7 @@ class Schedule:
 
 
 def check_chord(config: RlhfConfig) -> None:
-    """Raise ConfigError for options of CHORD that lack something, or that cannot be together."""
+    """Raise ConfigError for CHORD options that are incomplete or contradict each other."""
     if not config.chord_sft_dataset:
         return
     if config.chord_mu_peak is None:
@@ -51,7 +51,7 @@ def check_chord(config: RlhfConfig) -> None:
             f"{OPTION} needs --chord-mu-peak, the largest weight of its rows in the loss, for example 0.9."
         )
     if not config.chord_mu_peak:
-        raise ConfigError(f"--chord-mu-peak 0: nothing would be learnt from {OPTION}. Leave both out.")
+        raise ConfigError(f"--chord-mu-peak 0: nothing would be learned from {OPTION}. Leave both out.")
     peak, valley = config.chord_mu_peak, config.chord_mu_valley
     if valley is not None and valley > peak:
         raise ConfigError(
@@ -75,12 +75,12 @@ def check_chord(config: RlhfConfig) -> None:
 
 
 def room_of_experts(config: RlhfConfig) -> int:
-    """Tokens that a row of experts has at most: as many as a prompt and its answer."""
+    """The most tokens in an expert row: as many as in a prompt and its answer."""
     return config.max_length + config.max_completion_length
 
 
 def encoded_experts(config: RlhfConfig, tokenizer: Any) -> Any:
-    """The rows of experts as sft learns them, or None.
+    """The expert rows, encoded as for sft, or None.
 
     Raises:
         DataError: a file is missing, or a row is bad or has files, or all are too long.
@@ -94,7 +94,7 @@ def encoded_experts(config: RlhfConfig, tokenizer: Any) -> Any:
     only = {"dataset": config.chord_sft_dataset, "val_dataset": [], "val_split": 0.0, "interleave_prob": []}
 
     def reader(*args: Any, **how: Any) -> Any:
-        return read_rows(*args, **{**how, "others": True})  # --columns may be about --dataset
+        return read_rows(*args, **{**how, "others": True})  # --columns may be meant for --dataset
 
     how: Any = {"max_length": room_of_experts(config), "truncation": config.truncation, "system": config.system}
     try:
@@ -111,15 +111,15 @@ def encoded_experts(config: RlhfConfig, tokenizer: Any) -> Any:
 
 
 class Experts:
-    """What a trainer of TRL's GRPO learns beside its answers.
+    """The expert rows that TRL's GRPO trainer learns beside its answers.
 
     Args:
-        rows: with `input_ids` and `labels`.
-        batch: how many of them a process has in a micro-batch.
-        schedule: of their weight.
-        phi: whether each token weighs as much as the model is unsure of it.
-        pad: what rows are padded with.
-        seed: of their order.
+        rows: rows with `input_ids` and `labels`.
+        batch: how many of them a micro-batch has on each process.
+        schedule: the schedule of their weight.
+        phi: whether each token is weighted by how unsure the model is of it.
+        pad: the padding token.
+        seed: the seed of their order.
     """
 
     def __init__(self, rows: Any, batch: int, schedule: Schedule, phi: bool, pad: int, seed: int) -> None:
@@ -130,7 +130,7 @@ class Experts:
         self._order, self._learnt = cache(self._drawn), cache(self._counted)
 
     def joined(self, trainer: Any, model: Any, loss: Any) -> Any:
-        """The loss of a micro-batch of grpo with that of its experts."""
+        """The loss of a micro-batch of grpo, combined with that of its expert rows."""
         step = trainer.state.global_step
         micro = self._at[1] + 1 if self._at[0] == step else 0
         self._at, mu = (step, micro), self._schedule.mu(step)
@@ -142,13 +142,13 @@ class Experts:
             self._step = self._of_step(step, trainer, ranks, rank)
         mine, learnt = self._step[0][micro * self._batch :][: self._batch], self._step[1]
         found = self._summed(model, mine, trainer.args.device)
-        told = found * trainer.current_gradient_accumulation_steps  # TRL tells the mean over micro-batches
+        told = found * trainer.current_gradient_accumulation_steps  # TRL logs the mean over micro-batches
         trainer._record("chord/sft_loss", told, found.new_tensor(learnt / ranks))
-        return (1 - mu) * loss + mu * found * ranks / max(learnt, 1)  # gradients are the mean over ranks
+        return (1 - mu) * loss + mu * found * ranks / max(learnt, 1)  # gradients are averaged over ranks
 
     def _of_step(self, step: int, trainer: Any, ranks: int, rank: int) -> tuple[list[dict[str, Any]], int]:
-        """The rows of a rank in a step, micro-batch by micro-batch, and how many tokens are learnt of those of all
-        ranks. The last step of an epoch of prompts may have fewer."""
+        """The rows of a rank in a step, micro-batch by micro-batch, and the number of learned tokens on all ranks. The
+        last step of an epoch of prompts may have fewer."""
         begin = step * trainer.args.gradient_accumulation_steps * ranks * self._batch
         many = trainer.current_gradient_accumulation_steps * ranks * self._batch
         rounds = (divmod(place, len(self._rows)) for place in range(begin, begin + many))
@@ -157,19 +157,19 @@ class Experts:
         return [self._rows[place] for place in mine], sum(map(self._learnt, places))
 
     def _counted(self, place: int) -> int:
-        """How many tokens are learnt of a row."""
+        """How many tokens of a row are learned."""
         labels = self._rows[place]["labels"][1:]
         return len(labels) - labels.count(-100)
 
     def _drawn(self, number: int) -> list[int]:
-        """The order of the rows in a round of all of them."""
+        """The order of the rows in a pass over all of them."""
         import torch
 
         draws = torch.Generator().manual_seed(self._seed * 1_000_003 + number)
         return torch.randperm(len(self._rows), generator=draws).tolist()
 
     def _summed(self, model: Any, rows: list[dict[str, Any]], device: Any) -> Any:
-        """The sum of what the learnt tokens of rows lose, each weighed."""
+        """The weighted sum of the losses of the learned tokens."""
         import torch
 
         from shardproof.data.encoding.encode import collate
@@ -183,7 +183,7 @@ class Experts:
             try:
                 check_logits(model, batch, OPTION)
                 self._plain = True
-            except ConfigError:  # it caps its logits, or has no head of its own: they are held whole
+            except ConfigError:  # the model caps its logits, or has no separate head: compute full logits
                 self._plain = False
         learnt, weigh = labels[:, 1:].ne(-100), unsure if self._phi else None
         targets, shares = labels[:, 1:][learnt], None if weights is None else weights[:, 1:][learnt]
@@ -198,13 +198,13 @@ class Experts:
 
 
 def unsure(odds: Any) -> Any:
-    """How unsure a model is of tokens, of their log-probabilities: `p (1 - p)`."""
+    """How unsure a model is of tokens, from their log-probabilities: `p (1 - p)`."""
     chances = odds.exp()
     return chances * (1 - chances)
 
 
 def experts_of(config: RlhfConfig, rows: Any, pad: int) -> Experts | None:
-    """Of the options, and of rows as `encoded_experts` gave them."""
+    """The experts for these options, with the rows from `encoded_experts`."""
     if rows is None:
         return None
     peak = float(config.chord_mu_peak or 0.0)

@@ -1,4 +1,4 @@
-"""GKD: a student that learns a teacher's distributions, of answers that are there, or that one of the two writes."""
+"""GKD: a student learns a teacher's distributions, on given answers or on answers that one of the two generates."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from shardproof.train.rlhf.teachers import TeacherServer
 
 
 class Distilled(EndsAnswers):
-    """TRL divides by the number of tokens in the rows as they were read, of all micro-batches of a step. Of
-    answers that the student or the teacher writes that is another number, which nobody knows before the last of them:
-    then it is the mean over the tokens of a micro-batch on all ranks.
+    """GKD's trainer. TRL divides the loss by the number of tokens in the rows of all micro-batches of a step. If the
+    student or the teacher generates the answers, their number of tokens differs and is only known after the last of
+    them, so the loss is then the mean over the tokens of a micro-batch on all ranks.
 
-    `sft_alpha`: the weight of learning answers as in sft besides, but for those that the student has written. `vllm`:
-    what TRL's `VLLMGeneration` is made with, if one writes these. `topk`: in how many of the teacher's likeliest tokens
-    the two are compared, without the logits of either; by default in the whole vocabulary, of
-    a teacher that is no `TeacherServer`."""
+    `sft_alpha`: the weight of an additional sft loss on answers that the student has not generated. `vllm`: the
+    arguments of TRL's `VLLMGeneration`, if vLLM generates the student's answers. `topk`: compare the two only on this
+    many of the teacher's likeliest tokens, without holding the logits of either; by default on the full vocabulary,
+    which a `TeacherServer` does not support."""
 
-    lmbda: float  # of TRL
+    lmbda: float  # set by TRL
     beta: float
     teacher_model: Any
 
@@ -58,9 +58,9 @@ class Distilled(EndsAnswers):
             there = self._server is None
             self.teacher_model = self.accelerator.prepare_model(teacher, evaluation_mode=True) if there else None
         self._vllm = None if vllm is None else StudentsVllm(self, tokenizer_of(self.processing_class), vllm)
-        self.model_accepts_loss_kwargs = True  # so tokens are counted: some models say that theirs does not
+        self.model_accepts_loss_kwargs = True  # so that tokens are counted: some models claim not to support it
         if marks := marks_of(self.processing_class, self.model):
-            self.generation_config.suppress_tokens = marks  # nothing would stand behind them
+            self.generation_config.suppress_tokens = marks  # there would be no files for them
 
     def generate_on_policy_outputs(self, model: Any, inputs: dict[str, Any], generation_config: Any) -> Any:
         beside, of_prompts = inputs.get(BESIDE, {}), inputs.get(ASKED, {})
@@ -76,20 +76,21 @@ class Distilled(EndsAnswers):
         for ids, mask, labels in zip(*made, strict=True):
             if ends and (length := ends.tokens(ids[asks:].tolist())) is not None:
                 mask[asks + length :], labels[asks + length :] = 0, -100
-        more = made[0].shape[1] - asks  # tokens of answers, which are words
+        more = made[0].shape[1] - asks  # tokens of answers, which are text
         inputs[BESIDE] = {**beside, **{name: answered(name, kinds, more) for name, kinds in of_prompts.items()}}
         return made
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """TRL draws on each rank whether the student writes a micro-batch. A vLLM is asked by all ranks or by none, for
-        weights are gathered for it, and a server takes the prompts of all: there one draw is that of all."""
+        """TRL draws on each rank whether the student generates the answers of a micro-batch. vLLM has to be called by
+        all ranks or by none, since weights are gathered for it and a server takes the prompts of all ranks. With vLLM,
+        all ranks therefore use the same draw."""
         if self._vllm is None:
             return super().training_step(*args, **kwargs)
         step, lmbda = self.state.global_step, self.lmbda
         self._at = step, self._at[1] + 1 if self._at[0] == step else 0
         draws = torch.Generator().manual_seed(self.args.seed * 1_000_003 + step)
         writes = torch.rand(self._at[1] + 1, generator=draws)[-1] <= lmbda
-        self.lmbda = 1.0 if writes else -1.0  # it never draws more than that, or less
+        self.lmbda = 1.0 if writes else -1.0  # so that TRL's own draw, from 0 to 1, changes nothing
         try:
             return super().training_step(*args, **kwargs)
         finally:
@@ -101,13 +102,13 @@ class Distilled(EndsAnswers):
         if BESIDE not in inputs:
             self.count_from_first_tokens(self.model, self.teacher_model)
         mine = inputs["labels"][:, 1:].ne(-100).sum()
-        if not model.training:  # by itself
+        if not model.training:  # each rank by itself
             share = mine.clamp(min=1)
         elif num_items_in_batch is not None and not (self.lmbda or self.seq_kd):
             share = torch.as_tensor(num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
         else:
             share = self.accelerator.gather(mine).sum().clamp(min=1) / self.accelerator.num_processes
-            if num_items_in_batch is not None:  # then Trainer does not divide by the micro-batches
+            if num_items_in_batch is not None:  # in this case Trainer does not divide by the number of micro-batches
                 share = share * self.current_gradient_accumulation_steps
         own, self._by_student = self._by_student, False
         alpha = 0.0 if own and model.training else self._sft_alpha
@@ -128,16 +129,16 @@ class Distilled(EndsAnswers):
         return (loss, outputs) if return_outputs else loss
 
     def _try(self, model: Any, inputs: dict[str, Any]) -> None:
-        """See once that both models make their logits with their heads alone."""
+        """Check once that both models compute their logits with their heads alone."""
         for asked in () if self._tried else filter(None, (model, self.teacher_model)):
             check_logits(asked, inputs, "--gkd-logits-topk")
         self._tried = True
 
     def _of_likeliest(self, model: Any, inputs: dict[str, Any], topk: int, share: Any, alpha: float) -> torch.Tensor:
-        """The divergence in the teacher's likeliest tokens, and with `alpha` the loss of sft, of which TRL makes logits
-        of whole vocabularies."""
+        """The divergence on the teacher's likeliest tokens, plus the sft loss with `alpha`. TRL would compute full
+        logits for them."""
         learnt = inputs["labels"][:, 1:].ne(-100)
-        taught = self._taught(inputs, learnt, topk)  # first, while nothing waits for backward
+        taught = self._taught(inputs, learnt, topk)  # first, while no activations are held for backward
         hidden, head = _learnt_from(model, inputs, learnt), head_of(model)
         apart = functools.partial(self.generalized_jsd_loss, beta=self.beta, reduction="sum")
         loss = distance(hidden, head.weight, head.bias, taught, share, apart)
@@ -148,7 +149,7 @@ class Distilled(EndsAnswers):
 
     @torch.no_grad()
     def _taught(self, inputs: dict[str, Any], learnt: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the teacher gives its likeliest tokens in the places `learnt` (B, T - 1), and which these are."""
+        """The teacher's values for its likeliest tokens at the positions in `learnt` (B, T - 1), and their ids."""
         known = head_of(self.model).out_features
         if self._server is not None:
             return self._server.likeliest(inputs["input_ids"], inputs["attention_mask"], learnt, known)
@@ -159,8 +160,8 @@ class Distilled(EndsAnswers):
 
 
 class AsInSft:
-    """TRL's collator of conversations. It has everything learnt behind a question; as in sft, what a template writes
-    behind the end of an answer is not."""
+    """TRL's collator for conversations, which has everything after a question learned. Here, as in sft, text that the
+    template writes after the end of an answer is not learned."""
 
     def __init__(self, tokenizer: Any, max_length: int | None) -> None:
         self._collate = DataCollatorForChatML(tokenizer=tokenizer, max_length=max_length)
@@ -174,23 +175,23 @@ class AsInSft:
 
 
 class _StandIn(torch.nn.Module):
-    """Of a teacher: TRL compares whole vocabularies, and asks whether both have as many rows; of one tokenizer, what
-    pads them may differ."""
+    """A placeholder for the teacher. TRL compares full vocabularies and checks that both have the same number of rows;
+    with one tokenizer, their padding may differ."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.config, self._is_accelerate_prepared = config, True  # nothing is to be sharded
+        self.config, self._is_accelerate_prepared = config, True  # there is nothing to shard
 
 
 def _learnt_from(model: Any, inputs: dict[str, Any], learnt: torch.Tensor) -> torch.Tensor:
-    """The hidden states of which a model makes the logits of tokens that are learnt [tokens, width]."""
+    """The hidden states from which a model computes the logits of learned tokens [tokens, width]."""
     given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     return hidden_states(model, given)[:, :-1][learnt]
 
 
 @contextlib.contextmanager
 def also_given(more: dict[str, Any], *models: torch.nn.Module | None) -> Iterator[None]:
-    """Inside, these models are called with these arguments, too."""
+    """Inside the context, these models are also passed these arguments."""
     with contextlib.ExitStack() as stack:
         for model in filter(None, models) if more else ():
             stack.enter_context(listen(model, lambda given: {**given, **more}))

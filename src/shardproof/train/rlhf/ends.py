@@ -1,9 +1,8 @@
-"""Texts at which answers end while a run writes them: `--stop-words`.
+"""Texts that end an answer while a run generates it: `--stop-words`.
 
-[Note: an answer that ends at a text] The text is the end of the answer, and is learnt, as in TRL and ms-swift: its
-tokens up to the one with which the text is complete. Behind such an answer a model writes padding until all answers of
-the batch have ended, and TRL, which looks for tokens that end a text, takes that for the answer: so what it has is cut
-here.
+[Note: an answer that ends at a text] The text is the end of the answer and is learned, as in TRL and ms-swift: its
+tokens up to the one that completes the text. After such an answer, a model generates padding until all answers of the
+batch have ended. TRL looks for end tokens and would treat the padding as part of the answer, so the answer is cut here.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ class EndsAnswers(OfTokens):
 
 
 class EndsSampled(EndsAnswers):
-    """The same of GRPO, RLOO and PPO."""
+    """The same for GRPO, RLOO and PPO."""
 
-    _metrics: dict[str, dict[str, list[float]]]  # of TRL
+    _metrics: dict[str, dict[str, list[float]]]  # set by TRL
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         if self.ends is None:
             return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
         with contextlib.nullcontext() if getattr(self, "use_vllm", False) else self.ends.of(self.model):
             found = super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
-        if isinstance(found, tuple):  # of GRPO, beside what a vLLM says of its tokens, which ends there itself
+        if isinstance(found, tuple):  # from GRPO, with the log-probabilities of vLLM, which stops there itself
             return [self.ends.cut(ids) for ids in found[0]], *found[1:]
         return [self.ends.cut(ids) for ids in found]
 
@@ -48,7 +47,7 @@ class EndsSampled(EndsAnswers):
         return found
 
     def _count_ended(self, answers: Sequence[Sequence[int]]) -> None:
-        """TRL takes an answer that ends at a text for one that was cut: its figures, of all ranks, said right."""
+        """Correct TRL's metrics over all ranks: it counts an answer that ends at a stop word as truncated."""
         tokens = [*getattr(self, "eos_token_ids"), tokenizer_of(self.processing_class).pad_token_id]  # noqa: B009
         told = [(len(ids), ids[-1] in tokens or self.ends.tokens(ids) is not None) for ids in answers]  # type: ignore[union-attr]
         lengths, ended = self.accelerator.gather(torch.tensor(told, device=self.args.device)).T

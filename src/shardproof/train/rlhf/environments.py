@@ -1,9 +1,9 @@
-"""Worlds that answers act in (--environments of grpo): a game, a shell, a shop.
+"""Environments that answers act in (--environments in grpo): a game, a shell, a shop.
 
-An environment is a class of the user's. `reset(**columns)` begins anew for a row and may return what the model is told
-besides the row's prompt; its other public methods are functions that the model calls while it writes an answer, as
-those of --tools; `get_reward()`, where there is one, says what the answer was worth. TRL keeps an instance for each
-answer that is written at once.
+An environment is a class written by the user. `reset(**columns)` starts a new episode for a row and may return text
+that is added to the row's prompt. Its other public methods are functions that the model can call while it generates an
+answer, like those of --tools. `get_reward()`, if there is one, returns the reward of the answer. TRL keeps an instance
+for each answer that is generated at the same time.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from shardproof.train.rlhf.tools import OPTION as TOOLS
 from shardproof.train.rlhf.tools import check_named, description_of, descriptions, own_name, telling, whole_text
 
 OPTION = "--environments"
-COLUMN = "environment"  # of rows: which of several
+COLUMN = "environment"  # of rows: which of several environments
 _NOT_CALLED = ("reset", "get_reward")
 
 
 def check_environments(config: RlhfConfig) -> None:
-    """Raise ConfigError for a class that cannot be found, without running any code."""
+    """Raise ConfigError for a class that does not exist, without running any code."""
     check_named(config, OPTION, "class", "two classes are called {}, and rows could not tell them apart")
 
 
 def load_environments(names: Sequence[str]) -> dict[str, type]:
-    """The classes by their names, whose methods return texts, and say where they are when they fail.
+    """The classes by name, with methods that return texts and whose errors say where they are defined.
 
     Raises:
-        ConfigError: a file fails when it is run, has no class of this name, or it lacks `reset`.
+        ConfigError: a file fails when it is run or has no class of this name, or the class has no `reset`.
     """
     return {name.rpartition(":")[2]: _telling(name, _class_of(name)) for name in names}
 
 
 def factory_of(names: Sequence[str]) -> Any:
-    """What TRL makes environments with: the class, or several by the names that rows give."""
+    """What TRL creates environments with: the class, or a dict of classes by the names used in rows."""
     found = load_environments(names)
     return found if len(found) > 1 else next(iter(found.values()))
 
@@ -64,8 +64,7 @@ def _class_of(name: str) -> type:
 
 
 def _check_called_alone(name: str, found: type) -> None:
-    """Raise ConfigError where TRL could not make an instance, or ask it what an answer was worth: it gives neither any
-    arguments."""
+    """Raise ConfigError if TRL could not create an instance or call `get_reward`: it passes no arguments to either."""
     if lacking := sorted(getattr(found, "__abstractmethods__", ())):
         raise ConfigError(f"{OPTION} {name}: the class is abstract. It lacks {', '.join(lacking)}.")
     for method in ("__new__", "__init__", "get_reward"):
@@ -83,13 +82,13 @@ def _check_called_alone(name: str, found: type) -> None:
 
 
 def _methods(found: type) -> dict[str, Callable[..., Any]]:
-    """Of a class, what TRL lets the model call."""
+    """The methods of a class that TRL lets the model call."""
     functions = inspect.getmembers(found, predicate=inspect.isfunction)
     return {name: f for name, f in functions if not name.startswith("_") and name not in _NOT_CALLED}
 
 
 def _telling(name: str, found: type) -> type:
-    """A class of the same name, of which TRL takes what it can use only."""
+    """A subclass of the same name that only returns values that TRL can use."""
     own: dict[str, Any] = {
         method: staticmethod(telling(function)) if _is_static(found, method) else telling(function)
         for method, function in _methods(found).items()
@@ -110,7 +109,7 @@ def _judges(found: type) -> bool:
 
 
 def _checked(name: str, function: Callable[..., Any], read: Callable[[Any, str], Any]) -> Callable[..., Any]:
-    """The method; what it returns is read, and a failure is one of this option."""
+    """The method, with its return value checked and its errors reported as errors of this option."""
     subject = f"{OPTION} {name}, {function.__name__}{place_of(function)}"
     checked = guarded(
         function,
@@ -124,13 +123,13 @@ def _checked(name: str, function: Callable[..., Any], read: Callable[[Any, str],
 def check_room(
     named: Sequence[str], longest: int, prompts: Sequence[Sequence[int]], which: Sequence[str | None]
 ) -> None:
-    """Raise ConfigError where `reset` has said so much that a prompt is longer than any row may be: rows that are too
-    long were left out before, and the memory of a run was counted without such.
+    """Raise ConfigError if the text from `reset` makes a prompt longer than rows may be. Rows that are too long were
+    dropped before, and the memory estimate of the run assumes that none are left.
 
     Args:
         named: all of --environments.
-        prompts: tokens, with what was said.
-        which: the class of each, or None where there is one only.
+        prompts: their tokens, including the text from `reset`.
+        which: the class of each, or None if there is only one.
     """
     for prompt, name in zip(prompts, which, strict=True):
         if len(prompt) > longest:
@@ -142,7 +141,7 @@ def check_room(
 
 
 def _observed(value: Any, subject: str) -> str | None:
-    """What `reset` tells the model, at the end of the last turn of its prompt."""
+    """The text from `reset`, which is added to the last turn of the prompt."""
     if value is not None and not isinstance(value, str):
         raise ConfigError(
             f"{subject} returned {value!r:.60} ({type(value).__name__}). It must return a string or None."
@@ -151,12 +150,12 @@ def _observed(value: Any, subject: str) -> str | None:
 
 
 def _reward(value: Any, subject: str) -> float | None:
-    return number_from(value, subject, "A number is wanted, or None where there is nothing to say.")
+    return number_from(value, subject, "It must return a number, or None for no reward.")
 
 
 def check_environments_for(config: RlhfConfig, columns: Collection[str]) -> None:
-    """Raise ConfigError for an environment that wants what no column of the rows has, or in which nobody says what
-    answers are worth."""
+    """Raise ConfigError for an environment that needs a column that the rows do not have, or that leaves answers
+    without a reward."""
     columns = {*columns, "prompt"} - ({COLUMN} if len(config.environments) > 1 else set())
     judging = bool(config.reward_funcs or config.reward_model)
     for name in config.environments:
@@ -171,15 +170,15 @@ def check_environments_for(config: RlhfConfig, columns: Collection[str]) -> None
 
 
 def _bound(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method as it is called, without an instance."""
+    """A method as if bound, without an instance."""
     return types.MethodType(method, object())
 
 
 class Shown:
-    """The functions that prompts show.
+    """The functions that are shown in prompts.
 
     Raises:
-        ConfigError: one does not say what it does, or two have one name, by which the model calls them.
+        ConfigError: a function has no description, or two have the same name, by which the model calls them.
     """
 
     def __init__(self, config: RlhfConfig) -> None:
@@ -192,7 +191,7 @@ class Shown:
         )
 
     def of(self, row: Any) -> list[Any] | None:
-        """Those of the row, or those of --tools and of its environment; raises Problem for both."""
+        """The functions of the row, or those of --tools and its environment; raises Problem if there are both."""
         own: list[Any] | None = row.extra.get("tools")
         if not self._options:
             return own
@@ -213,7 +212,7 @@ class Shown:
 
 
 def _described(name: str, taken: Collection[str]) -> list[Any]:
-    """What chat templates tell the model of the methods of this class."""
+    """The descriptions of the methods of this class, as chat templates show them to the model."""
     cls, found = _class_of(name), []
     for method, function in _methods(cls).items():
         called = function if _is_static(cls, method) else _bound(function)

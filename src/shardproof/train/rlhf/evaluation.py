@@ -1,9 +1,10 @@
-"""Evaluation of pairs, of judged and of distilled answers: each row counts once, on any number of processes.
+"""Evaluation on pairs, judged answers and distilled answers: each row counts once, on any number of processes.
 
-[Note: figures of a micro-batch] TRL's trainers take their figures from a micro-batch of all ranks, and the mean over
-these as that of all rows: a last one of few rows weighs as much as a full one, and rows that accelerate repeats so that
-ranks have as many count, too. Here a micro-batch is one rank's, the same rows on any number of ranks, and weighs as
-many rows as it has. So means over rows are exact; a mean over tokens of a micro-batch depends on its size alone.
+[Note: metrics of a micro-batch] TRL's trainers compute metrics over a micro-batch on all ranks, and average these: a
+last micro-batch with few rows weighs as much as a full one, and rows that accelerate repeats to give all ranks the same
+number count as well. Here a micro-batch belongs to one rank, has the same rows on any number of ranks, and is weighted
+by its number of rows. So means over rows are exact, and a mean over the tokens of a micro-batch depends only on its
+size.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from shardproof.zero.comm.groups import all_gather_object
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-FIGURES = ("_metrics", "_stored_metrics")  # where TRL's trainers keep them until they are logged
+FIGURES = ("_metrics", "_stored_metrics")  # where TRL's trainers keep metrics until they are logged
 
 
 def evaluate_rows(trainer: Any, loader: DataLoader[Any], prefix: str) -> EvalLoopOutput:
-    """The mean loss over the rows of `loader`, and those of TRL's figures, where its `log` takes them from."""
+    """The mean loss over the rows of `loader`. Means of TRL's metrics are stored where its `log` reads them."""
     rows: Any = loader.dataset
     args, collate = trainer.args, loader.collate_fn
     batch = trainer.batch_plan
     reader = args.process_index // batch.sequence
     plan = eval_batches(in_chunks(range(len(rows)), args.per_device_eval_batch_size), reader, batch.readers)
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    trainer.model.eval()  # and it stays so, by which TRL's `log` knows whose figures these are
+    trainer.model.eval()  # it stays in this mode, from which TRL's `log` knows that these are metrics of an evaluation
     _taken(trainer)
     with _by_itself(trainer.accelerator), trainer.sequence:
         for indices, counts in trainer.each_evaluated(plan):
@@ -46,11 +47,12 @@ def evaluate_rows(trainer: Any, loader: DataLoader[Any], prefix: str) -> EvalLoo
                 if weight := trainer.rows_behind(name, inputs, len(indices)):
                     sums[name][0] += weight * value
                     sums[name][1] += weight
-    trainer._meet()  # ranks that are not through yet may want slices of this one
+    trainer._meet()  # ranks that have not finished may need slices from this one
     means = _across(sums)
     loss = means.pop("loss")
     if means.keys() >= {"rewards/chosen", "rewards/rejected"}:
-        # Those of kto are of other rows each: no mean of differences is one, and a micro-batch may lack one kind.
+        # In kto, chosen and rejected are different rows, so there are no differences to average, and a micro-batch may
+        # lack one kind.
         means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
     for figures in _figures(trainer):
         figures.update({name: [mean] for name, mean in means.items()})
@@ -59,7 +61,7 @@ def evaluate_rows(trainer: Any, loader: DataLoader[Any], prefix: str) -> EvalLoo
 
 @contextlib.contextmanager
 def _by_itself(accelerator: Any) -> Iterator[None]:
-    """Inside, a rank hears of its own values alone."""
+    """Inside the context, a rank gathers only its own values."""
     with contextlib.ExitStack() as stack:
         for name in ("gather", "gather_for_metrics"):
             stack.enter_context(mock.patch.object(accelerator, name, lambda values, *args, **kwargs: values))
@@ -71,7 +73,7 @@ def _figures(trainer: Any) -> list[dict[str, list[Any]]]:
 
 
 def _taken(trainer: Any) -> dict[str, float]:
-    """The figures of one micro-batch, which are not kept."""
+    """The metrics of one micro-batch, which are then cleared."""
     found = {name: float(values[-1]) for figures in _figures(trainer) for name, values in figures.items() if values}
     for figures in _figures(trainer):
         figures.clear()
@@ -79,7 +81,7 @@ def _taken(trainer: Any) -> dict[str, float]:
 
 
 def _across(sums: dict[str, list[float]]) -> dict[str, float]:
-    """The means of all ranks; some may have none of what others have."""
+    """The means over all ranks; some ranks may lack metrics that others have."""
     everyone = all_gather_object(None, dict(sums)) if dist.is_initialized() else [sums]
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     return {

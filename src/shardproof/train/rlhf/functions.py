@@ -1,4 +1,4 @@
-"""Functions of a user's file that options name: FILE.py:FUNCTION."""
+"""Functions in a user's file that options name: FILE.py:FUNCTION."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KINDS: dict[str, tuple[type[Any], ...]] = {
 
 
 def check_there(option: str, name: str, word: str = "function") -> None:
-    """Raise ConfigError for a function, or class, that its file does not have, without running any code."""
+    """Raise ConfigError for a function or class that its file does not have, without running any code."""
     file, _, wanted = name.rpartition(":")
     try:
         tree = ast.parse(Path(file).expanduser().read_text(encoding="utf-8"))
@@ -49,7 +49,7 @@ def check_there(option: str, name: str, word: str = "function") -> None:
 
 
 def function_of(option: str, name: str, word: str = "function") -> Callable[..., Any]:
-    """The function, or class, of this name, whose file is run once.
+    """The function or class of this name; its file is run once.
 
     Raises:
         ConfigError: the file fails when it is run, or has something else under that name.

@@ -31,20 +31,21 @@ from shardproof.train.trainer import CommandMixin
 from shardproof.zero.device import widest_float
 
 log = logging.getLogger("shardproof")
-IMAGES, STEP = "images", "step"  # what TRL keeps of answers, and beside it in which step they were written
-ALIKE = 10  # batches in a row without a question whose answers differ in worth, which chance explains no more
+IMAGES, STEP = "images", "step"  # a field of TRL's log of answers, and ours: the step in which they were generated
+ALIKE = 10  # consecutive batches in which the answers to each question have equal rewards: too many to be chance
 
 
 class Generating(EndsSampled):
-    """GRPO, RLOO, PPO. TRL deals out the prompts, so that every answer to one is judged against the others.
+    """GRPO, RLOO and PPO. TRL distributes the prompts, so that each answer to a prompt is compared with the others.
 
-    `make_reference` gives the reference, where one is needed that is not the model without its adapters: TRL would load
-    it whole on every rank. `resamples`: how often other questions are asked at most, see `resampling.py`.
-    `check_prompts` raises where environments have put too much behind one: it gets their tokens, and whose they are.
+    `make_reference` returns the reference, if one is needed that is not the model without its adapters: TRL would load
+    the full model on every rank. `resamples`: how often other questions are asked at most, see `resampling.py`.
+    `check_prompts` raises if environments have made a prompt too long: it gets the tokens of prompts, and their
+    environments.
     """
 
     _logs: dict[str, Any]  # of TRL
-    teacher_model: Any = None  # that judges tokens
+    teacher_model: Any = None  # the one that judges tokens
 
     def __init__(
         self,
@@ -58,14 +59,15 @@ class Generating(EndsSampled):
         self._warned, self._alike = set[str](), 0
         self._tools: list[Any] = []
         self._prompted: Prompted | None = None
-        # Rows to evaluate on have the same numbers, and answers to others are to be learnt from after an evaluation.
+        # Row numbers of both datasets overlap, and answers to training rows may still have to be learned after an
+        # evaluation.
         rows = {True: kwargs["train_dataset"], False: kwargs["eval_dataset"]}
         self._prompts = {mode: Prompted(some) for mode, some in rows.items() if some is not None and are_pictured(some)}
         kwargs["args"] = wanted = as_dealt_out(kwargs["args"], kwargs["batch"].sequence)
         self._draws: torch.Tensor | None = None
         reference = None
         if make_reference is not None and wanted.beta:
-            reference = make_reference()  # it seeds; TRL's trainer then has each rank draw numbers of its own
+            reference = make_reference()  # this sets the seed; TRL's trainer then has each rank draw its own numbers
             kwargs["args"] = copy.copy(wanted)
             kwargs["args"].beta, kwargs["args"].sync_ref_model = 0.0, False
         super().__init__(*args, **kwargs)
@@ -74,8 +76,8 @@ class Generating(EndsSampled):
             self._refer_to(reference, wanted)
 
     def _forget_answers(self) -> None:
-        """Those that are written down. TRL keeps what fills one batch, and there may be several between two logs; of
-        pictures nothing is written."""
+        """Clear the answers that are logged. TRL keeps those of one batch, but there may be several batches between two
+        logs. Images are not logged."""
         for name, values in self._logs.items():
             self._logs[name] = (
                 defaultdict(deque) if isinstance(values, dict) else deque(maxlen=0 if name == IMAGES else None)
@@ -83,7 +85,7 @@ class Generating(EndsSampled):
         self._logs[STEP] = deque()
 
     def _refer_to(self, reference: Any, wanted: Any) -> None:
-        """What TRL does with a reference that it loads itself."""
+        """Do what TRL does with a reference that it loads itself."""
         self.args.beta, self.args.sync_ref_model = wanted.beta, wanted.sync_ref_model
         self.beta = wanted.beta
         if wanted.disable_dropout:
@@ -109,7 +111,7 @@ class Generating(EndsSampled):
 
     def _generate_single_turn(self, ids: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
         if self._prompted is not None and self.use_vllm:
-            # None for a row without: of an empty list TRL takes the first one, too, for a vLLM in this process.
+            # None for a row without images: with a colocated vLLM, TRL reads the first item even of an empty list.
             images = [of_row["image"] or None for of_row in self._prompted.files]
         return super()._generate_single_turn(ids, images, *args, **kwargs)
 
@@ -121,7 +123,7 @@ class Generating(EndsSampled):
                     reads.files, reads.where = self._prompted.files, self._prompted.where
         found: torch.Tensor = super()._calculate_rewards(inputs, *args)
         self._warn_of_unjudged(found)
-        self._worth = found  # of all ranks
+        self._worth = found  # from all ranks
         return found.to(widest_float(found.device))  # as in `weighted`
 
     def _get_per_token_logps_and_entropies(
@@ -132,12 +134,12 @@ class Generating(EndsSampled):
         if prompted is None:
             return ask(logits_to_keep, batch_size, **more)
         before, device = input_ids.shape[1] - logits_to_keep, input_ids.device
-        calls = (prompted.now[i : i + rows] for i in range(0, len(input_ids), rows))  # of the model, one after another
+        calls = (prompted.now[i : i + rows] for i in range(0, len(input_ids), rows))  # of the model, in order
         with listen(model, lambda inputs: inputs | prompted.given(next(calls), before, logits_to_keep, device)):
             return ask(logits_to_keep, batch_size, **more)
 
     def beside(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """What the model takes beside the tokens of a batch of all rows of now."""
+        """Inputs of the model besides the tokens, for a batch of all current rows."""
         if self._prompted is None:
             return {}
         before, behind = (batch[name].shape[1] for name in ("prompt_ids", "completion_ids"))
@@ -150,19 +152,19 @@ class Generating(EndsSampled):
         return super()._compute_loss(model, inputs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Of answers that are written for it, in groups."""
+        """Evaluates answers that are generated for it, in groups."""
         return super(RlhfMixin, self).evaluation_loop(*args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         return super(CommandMixin, self).get_train_dataloader()
 
     def _get_dataloader(self, *args: Any, batch_size: int, is_training: bool = False, **kwargs: Any) -> DataLoader[Any]:
-        """To train and to evaluate on. What it reads draws no numbers, so it goes without the seed of transformers.
-
-        Of answers that ranks share, each of them writes a part."""
+        """The loader for training and evaluation. Its rows draw no random numbers, so it does not need the seed from
+        transformers. Where ranks share answers, each of them generates a part."""
         kwargs["batch_size"] = batch_size // self.batch_plan.sequence if is_training else batch_size
         loader: Any = super()._get_dataloader(*args, is_training=is_training, **kwargs)
-        loader.base_dataloader.worker_init_fn = left_to_rank  # accelerate's own only deals out what this one reads
+        # Accelerate's own loader only distributes what this one reads.
+        loader.base_dataloader.worker_init_fn = left_to_rank
         return loader
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,12 +172,12 @@ class Generating(EndsSampled):
         return self._sampler
 
     def kept_by_rank(self) -> dict[str, Any]:
-        """And answers that are still to be learned from."""
+        """Includes answers that are still to be learned from."""
         written, learnt = divmod(self._step, self._lasting)
         told = {**self._logs, "prompt": [_told(prompt) for prompt in self._logs["prompt"]]}
         return {
             **super().kept_by_rank(),
-            "written": written,  # how often answers were that have lasted
+            "written": written,  # how many generations of answers have been used up
             "learnt": learnt,
             "epochs": int(self.state.epoch or 0.0),
             "ranks": self.args.world_size,
@@ -186,16 +188,16 @@ class Generating(EndsSampled):
 
     @property
     def _lasting(self) -> int:
-        """How many micro-batches learn from the same answers, which TRL has written in the first of them."""
+        """How many micro-batches learn from the same answers, which TRL generates in the first of them."""
         return int(self.args.steps_per_generation * self.args.num_iterations)
 
     def take_kept_by_rank(self, kept: dict[str, Any]) -> None:
         super().take_kept_by_rank(kept)
-        # The last step of an epoch may have fewer micro-batches, and other ranks have others.
+        # The last step of an epoch may have fewer micro-batches, and another number of ranks has other micro-batches.
         self._step = kept["written"] * self._lasting + kept["learnt"]
-        for _ in range(kept["epochs"]):  # TRL's sampler draws each order from the generator that drew the last
+        for _ in range(kept["epochs"]):  # TRL's sampler draws every order from the same generator
             next(iter(self._sampler), None)
-        if kept["answers"] is not None:  # they are written down with the next log
+        if kept["answers"] is not None:  # they are logged next time
             _extend(self._logs, kept["answers"])
         if kept["left"] is None:
             return
@@ -212,7 +214,7 @@ class Generating(EndsSampled):
         self._buffered_inputs = _on(self.args.device, kept["left"])
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """TRL's, in which answers are written, and then dealt out to micro-batches in an order that it draws."""
+        """TRL's method, which generates answers and distributes them to micro-batches in a random order."""
         shares = self.recorder.sequence
         with contextlib.nullcontext() if shares is None else shares.left():
             found = super()._prepare_inputs(generation_batch)
@@ -227,7 +229,7 @@ class Generating(EndsSampled):
             return made
         self._meet()
         made, seed = of_group(made, self.recorder.sequence, self._tokenizer.pad_token_id)
-        self._draws = torch.get_rng_state()  # for answers, which are others on each rank; the order is one
+        self._draws = torch.get_rng_state()  # for answers, which differ on each rank; the order is the same on all
         torch.default_generator.manual_seed(seed)
         return made
 
@@ -238,13 +240,13 @@ class Generating(EndsSampled):
         return with_others(made, self.num_generations, more, self._written, self._of_all, rank, pad)
 
     def _of_all(self, rows: list[Any]) -> list[Any]:
-        self._meet()  # they are gathered past the accelerator
+        self._meet()  # gathered without the accelerator
         gathered: list[Any] = gather_object(rows)
         return gathered
 
     def _more(self, size: int) -> Iterator[list[Any]]:
-        """Further questions of this rank, so many answers at a time: in an order of their own, the same in a run that
-        goes on, and on any number of ranks, which have other micro-batches."""
+        """Further questions for this rank, for `size` answers at a time. Their order is separate, and the same in a
+        resumed run and on any number of ranks, which have other micro-batches."""
         rows, rank, answers = self.train_dataset, self.accelerator.process_index, self.num_generations
         draws = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self._step // self.args.steps_per_generation)
         for _ in range(self.resamples):
@@ -253,8 +255,8 @@ class Generating(EndsSampled):
             yield [rows[place] for place in places]
 
     def _written(self, inputs: Any) -> Any:
-        self.finite.check_weights()  # or drawing a token fails, with an error that says nothing of why
-        self._tools = [row.get("tools") for row in inputs]  # TRL knows only tools that are functions of its own
+        self.finite.check_weights()  # otherwise sampling a token fails with an error that does not give the cause
+        self._tools = [row.get("tools") for row in inputs]  # TRL only supports tools that are functions passed to it
         self._prompted = self._prompts.get(self.model.training)
         if self._prompted is None:
             teacher = self.teacher_model if isinstance(self.teacher_model, torch.nn.Module) else None
@@ -266,12 +268,12 @@ class Generating(EndsSampled):
         output["advantages"] = output["advantages"].float()
         if self.resamples and self.model.training:
             output[WORTH] = self._worth_of(len(inputs))
-        step = self.state.global_step + self.model.training  # the one that begins
+        step = self.state.global_step + self.model.training  # the step that begins
         self._logs[STEP].extend([step] * (len(self._logs["completion"]) - len(self._logs[STEP])))
         return output
 
     def _worth_of(self, answers: int) -> torch.Tensor:
-        """What this rank's answers are worth, by all judges together, or by each where TRL compares them by each."""
+        """The rewards of this rank's answers: in total, or by judge if TRL compares them by judge."""
         by_each = getattr(self.args, "multi_objective_aggregation", "") == "normalize_then_sum"
         worth = self._worth if by_each else weighted(self._worth, self.reward_weights)[:, None]
         return worth[self.accelerator.process_index * answers :][:answers]
@@ -292,36 +294,36 @@ class Generating(EndsSampled):
         self._warned.add(of)
 
     def _warn_of_unjudged(self, rewards: torch.Tensor) -> None:
-        """Where all that could judge an answer leave it to each other. `rewards`: of all ranks, by who gave it.
-
-        Without environments a rank's own reward functions say so (`Judges`)."""
+        """Warn if no judge gave a reward to an answer. `rewards`: those of all ranks, by judge. Without environments,
+        `Judges` reports this on each rank."""
         silent = int(torch.isnan(rewards).all(dim=1).sum()) if getattr(self, "environments", None) else 0
         if silent:
             self._warn_once(
                 "unjudged",
-                "Nothing judged %d of %d answers: each of %s gave None, and nothing is learnt from them.",
+                "Nothing judged %d of %d answers: each of %s gave None, and nothing is learned from them.",
                 silent,
                 len(rewards),
                 ", ".join(self.reward_func_names),
             )
 
     def _warn_of_cut(self) -> None:
-        """Where no answer since the last log is learnt from: the loss is then 0, which may look like success."""
-        shares = self._metrics["train"].get("completions/clipped_ratio")  # of all ranks
+        """Warn if nothing is learned from any answer since the last log: the loss is then 0, which may look like
+        success."""
+        shares = self._metrics["train"].get("completions/clipped_ratio")  # from all ranks
         if self.mask_truncated_completions and shares and min(shares) >= 1:
             self._warn_once(
                 "cut",
                 "All answers since the last log, up to step %d, were cut at --max-completion-length %d, and with"
-                " --mask-truncated-completions nothing is learnt from such: the loss is 0. Raise"
+                " --mask-truncated-completions nothing is learned from them: the loss is 0. Raise"
                 " --max-completion-length, or leave --mask-truncated-completions out until answers end by themselves.",
                 self.state.global_step,
                 self.max_completion_length,
             )
 
     def _warn_of_alike(self) -> None:
-        """Where for many batches in a row the answers to each question were worth the same. PPO, whose values are
-        trained too, does not compare them, and a teacher judges tokens."""
-        shares = self._metrics["train"].get("frac_reward_zero_std")  # of all ranks
+        """Warn if for many batches in a row all answers to each question had the same reward. PPO, which also trains
+        values, does not compare them, and a teacher judges tokens."""
+        shares = self._metrics["train"].get("frac_reward_zero_std")  # from all ranks
         if not shares or not self.model.training or self.also_trained or self.teacher_model is not None:
             return
         differ = [place for place, share in enumerate(shares, 1) if share < 1]
@@ -329,27 +331,27 @@ class Generating(EndsSampled):
         if self._alike >= ALIKE:
             self._warn_once(
                 "alike",
-                "In the last %d batches, up to step %d, all answers to a question were worth the same (the last to %g"
-                " on average): nothing was learnt from them%s. See whether --reward-funcs and --reward-model can tell"
-                " these answers apart; completions.jsonl has them. Where the questions are too easy or too hard, take"
-                " others; where all answers are one, raise --temperature.",
+                "In the last %d batches, up to step %d, all answers to each question had the same reward (%g on"
+                " average in the last one): nothing was learned from them%s. Check that --reward-funcs and"
+                " --reward-model can tell these answers apart; they are in completions.jsonl. If the questions are too"
+                " easy or too hard, use others; if all answers are identical, raise --temperature.",
                 self._alike,
                 self.state.global_step,
                 self._metrics["train"]["reward"][-1],
-                ", but to stay near the reference" if self.beta else "",
+                " except to stay near the reference" if self.beta else "",
             )
 
     def _warn_of_calls(self) -> None:
-        """Where all calls of functions since the last log failed: answers are told so and go on."""
-        found = self._metrics["train"]  # of all ranks
+        """Warn if all function calls since the last log failed: the model is told so, and answers continue."""
+        found = self._metrics["train"]  # from all ranks
         how_often = zip(found.get("tools/call_frequency", ()), found.get("tools/failure_frequency", ()), strict=False)
         failed = [share for calls, share in how_often if calls]
         if failed and min(failed) >= 1:
             turns = (turn for answer in self._logs["completion"] for turn in answer if turn["role"] == "tool")
             self._warn_once(
                 "calls",
-                "All calls of %s since the last log, up to step %d, failed%s. The answers were told so and went"
-                " on: completions.jsonl has them.",
+                "All calls of %s since the last log, up to step %d, failed%s. The model was told so, and the answers"
+                " continued: they are in completions.jsonl.",
                 "--tools" if self._standalone_tools else "--environments",
                 self.state.global_step,
                 next((f", one with {turn['content']}" for turn in turns), ""),
@@ -361,7 +363,7 @@ def _shared(ranks: int) -> str:
 
 
 def _told(prompt: Any) -> Any:
-    """A prompt without its pictures, of which only the places are written down."""
+    """A prompt without its images, of which only the positions are logged."""
     if isinstance(prompt, str):
         return prompt
     return [in_parts(turn) if isinstance(turn["content"], list) else turn for turn in prompt]

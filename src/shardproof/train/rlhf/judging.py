@@ -1,7 +1,8 @@
-"""What reward models are given by TRL's trainers that ask them.
+"""The inputs of reward models in TRL's trainers.
 
-TRL writes each conversation as a text and has a tokenizer make a batch of these. For a model that sees and hears, what
-leaves the conversations as they are stands in its place, and makes the batch of them and of the files of their rows.
+TRL renders each conversation as text and has a tokenizer make a batch of these. For a multimodal model, the tokenizer
+is replaced by an object that keeps conversations as they are, and makes the batch from them and the files of their
+rows.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from shardproof.errors import DataError
 
 
 class Reads:
-    """What a reward model is given.
+    """Makes the inputs of a multimodal reward model.
 
     Args:
-        processor: of the model.
-        limits: of the files that are read.
+        processor: the processor of the model.
+        limits: the limits for files.
 
     Attributes:
-        files: of each row that is judged next, by kind; `where` the first of them stands.
+        files: the files of each row in the next batch, by kind; `where` is the location of the first row.
     """
 
     def __init__(self, processor: Any, limits: Limits) -> None:
@@ -51,8 +52,8 @@ class Reads:
 
 
 class ReadsTexts:
-    """A tokenizer that TRL's trainers ask for plain texts. It puts its marks around them (begin of text, BERT's), as it
-    does where a model learns to judge such texts; TRL has it leave them out."""
+    """A tokenizer for plain texts in TRL's trainers. It adds its special tokens (beginning of text, BERT's), as it does
+    when a model learns to judge such texts; TRL would leave them out."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._begin = tokenizer, begin_of_text(tokenizer)

@@ -1,4 +1,4 @@
-"""What all trainers of TRL's have in common, as `shardproof rlhf` runs them."""
+"""What all TRL trainers have in common in `shardproof rlhf`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ ADAPTED = ("entropy_coef", "_last_world_entropy")  # GRPO's --trl-arguments use_
 
 
 class RlhfMixin(CommandMixin):
-    """What all of them share. `reporter` is for those that generate, `ref_adapters` for those with a reference: of a
-    model in adapters that are trained on, TRL's has a copy of these."""
+    """The common base of all trainers. `reporter` is for those that generate, `ref_adapters` for those with a
+    reference: when adapters are trained further, TRL's reference holds a copy of them."""
 
     def __init__(
         self, *args: Any, reporter: Reporter | None = None, ref_adapters: str | None = SAME, **kwargs: Any
@@ -42,12 +42,12 @@ class RlhfMixin(CommandMixin):
         self._refers(self.model)
 
     def _precompute_ref_logps(self, *args: Any) -> Any:
-        """TRL calls it while the trainer is made, too, and would ask the reference that it has made."""
+        """TRL also calls this while the trainer is created, and would then use its own reference."""
         self._refers(self.model)  # once, before anything is trained
         return super()._precompute_ref_logps(*args)  # type: ignore[misc]
 
     def kept_by_rank(self) -> dict[str, Any]:
-        """What TRL's trainers add up between two logs, and adapt."""
+        """What TRL's trainers accumulate between two logs, and values that they adapt."""
         added = {name: plain_of(getattr(self, name)) for name in (*ADDED_UP, *ADAPTED) if hasattr(self, name)}
         return super().kept_by_rank() | added
 
@@ -71,16 +71,16 @@ class RlhfMixin(CommandMixin):
         return evaluate_rows(self, dataloader, metric_key_prefix)
 
     def rows_behind(self, name: str, inputs: dict[str, Any], rows: int) -> int:
-        """Of how many rows of a micro-batch, which has `rows`, a figure is the mean."""
+        """The number of rows that a metric of a micro-batch with `rows` rows is the mean of."""
         return rows
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """A run folder has a config.yaml, which says more."""
+        """Does nothing: the config.yaml of a run folder says more."""
 
 
 class OfTokens(RlhfMixin):
-    """A trainer that knows of tokens alone. Of rows with files it is given the tokenizer, and rows as they are: what a
-    batch has `BESIDE` the tokens goes around it to the model."""
+    """A trainer that only supports tokens. With rows that have files, it is given the tokenizer and unmapped rows; the
+    other inputs in a batch (`BESIDE`) bypass it on their way to the model."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         rows, processing = [kwargs["train_dataset"], kwargs["eval_dataset"]], kwargs["processing_class"]
@@ -91,7 +91,7 @@ class OfTokens(RlhfMixin):
         self._asked: set[int] = set()
 
     def count_from_first_tokens(self, *models: Any) -> None:
-        """See the function of this name; each model is asked once."""
+        """See the function of this name; called once for each model."""
         for model in models:
             if model is not None and id(model) not in self._asked:
                 self._asked.add(id(model))
@@ -101,7 +101,7 @@ class OfTokens(RlhfMixin):
 
 @contextlib.contextmanager
 def _not_mapped(rows: list[Any]) -> Iterator[None]:
-    """Inside, `map` leaves these datasets alone: their files are read when a batch is made."""
+    """Inside the context, `map` leaves these datasets unchanged: their files are read when a batch is made."""
     for some in rows:
         some.map = lambda *args, some=some, **kwargs: some
     try:
@@ -112,14 +112,14 @@ def _not_mapped(rows: list[Any]) -> Iterator[None]:
 
 
 def listen(model: torch.nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]]) -> RemovableHandle:
-    """Have the model see its inputs changed; with the handle as a context, inside it."""
+    """Change the keyword inputs of a model, until the handle is removed or its context ends."""
     return model.register_forward_pre_hook(
         lambda _, args, kwargs: (args, change(kwargs)), prepend=True, with_kwargs=True
     )
 
 
 def plain_of(value: Any) -> Any:
-    """Dicts and lists of whatever kind as the plain ones; tensors on the CPU."""
+    """Subclasses of dict, lists and deques as plain dicts and lists; tensors on the CPU."""
     if isinstance(value, dict):
         return {name: plain_of(item) for name, item in value.items()}
     if isinstance(value, (list, tuple, deque)):

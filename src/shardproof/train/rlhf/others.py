@@ -1,4 +1,4 @@
-"""What may be said of single models beside the one that is trained."""
+"""Options for individual models besides the one that is trained."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shardproof.train.options.rlhf_config import RlhfConfig
 
 
 def check_others(config: RlhfConfig, known: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise ConfigError for a stage, a precision or a place of a model that does not take part. `known`: which there
-    are, by algorithm."""
+    """Raise ConfigError for a stage, precision or offloading of a model that is not used. `known`: the models of each
+    algorithm."""
     kind = config.rlhf_type
     for option in ("model_stages", "model_precisions", "model_offloads"):
         for name, value in getattr(config, option).items():
@@ -33,4 +33,4 @@ def check_others(config: RlhfConfig, known: Mapping[str, tuple[str, ...]]) -> No
         if place == "optimizer" and name != "value_model":
             raise ConfigError(f"{said}optimizer: it is not trained and has no optimizer. Use all or nvme:FOLDER.")
     if config.model_precisions.get("value_model") == "fp16" and config.precision != "fp16":
-        raise ConfigError("--model-precisions value_model=fp16 needs a scaled loss, which --precision fp16 has.")
+        raise ConfigError("--model-precisions value_model=fp16 needs a scaled loss: add --precision fp16.")

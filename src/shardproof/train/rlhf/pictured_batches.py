@@ -1,8 +1,8 @@
-"""Batches of rows with files and answers, for TRL's trainers of pairs, of judged answers and of a teacher's pupils.
+"""Batches of rows with files and answers, for TRL's trainers for pairs, judged answers and distillation.
 
-The collators of TRL call the processor for prompts with the pictures of all rows: there it gets the other files, too.
-Trainers that know of tokens alone (ORPO's, CPO's, GKD's) get these in their form, and `BESIDE` them what else the model
-takes, which `Contrasted` and `Distilled` in trainers.py hand on.
+TRL's collators call the processor on prompts with the images of all rows: there it also gets the other files. Trainers
+that only support tokens (ORPO's, CPO's, GKD's) get these in their format, and under `BESIDE` the other inputs of the
+model, which `Contrasted` and `Distilled` in trainers.py pass on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardproof.errors import DataError
 from shardproof.train.rlhf.behind import tokens_behind
 from shardproof.train.rlhf.pictures import FILES, NUMBER, OTHER
 
-TYPES = ("token_type_ids", "mm_token_type_ids")  # of each token: whether it stands for a file, and for which kind
+TYPES = ("token_type_ids", "mm_token_type_ids")  # for each token: whether it stands for a file, and of which kind
 OF_TOKENS = ("input_ids", "attention_mask", "completion_mask", *TYPES)
 BESIDE = "what the model takes beside the tokens"
 ASKED = "the same of prompts, where it is another"
@@ -32,7 +32,7 @@ Examples = list[dict[str, Any]]
 
 
 def collator_for(rows: Any, kind: str, max_length: int | None, marks: Sequence[int] = ()) -> Any:
-    """What makes batches for the algorithm `kind`. `marks`: the tokens that stand for files or begin them."""
+    """The collator for the algorithm `kind`. `marks`: the tokens that stand for files or begin them."""
     encoder = rows.format["format_kwargs"]["transform"].encoder
     makes: dict[str, Any] = {"dpo": _pairs, "kto": _judged, "rm": _scored, "gkd": _taught}
     make = makes.get(kind) or partial(_halves, marks)
@@ -51,8 +51,8 @@ def collator_for(rows: Any, kind: str, max_length: int | None, marks: Sequence[i
 
 
 class _WithFiles:
-    """A processor that is called for texts and pictures, and takes all files of the rows with the pictures: once, if it
-    is called for the same again, and row by row if it must. `made`: what came of it."""
+    """A processor that is called with texts and images, and processes all files of the rows with them. It does so once
+    if called again with the same, and row by row if necessary. `made`: its output."""
 
     def __init__(self, encoder: MediaEncoder, files: list[dict[str, list[Any]]]) -> None:
         self._encoder, self._files = encoder, files
@@ -63,7 +63,7 @@ class _WithFiles:
 
     def __call__(self, text: list[str], return_tensors: str, **options: Any) -> Any:
         make = partial(self._encoder.process, return_tensors=return_tensors)
-        if "images" not in options:  # answers, before which a processor may write more (Mllama's)
+        if "images" not in options:  # answers, to which some processors would prepend tokens (Mllama's)
             said = self._encoder.processor.tokenizer(text, return_tensors=return_tensors, **options)
             return dict(said) | {name: torch.zeros_like(said["input_ids"]) for name in TYPES if name in self.made}
         del options["images"]
@@ -71,24 +71,24 @@ class _WithFiles:
             make = partial(make, text_kwargs=options)
             padding = self._encoder.processor.tokenizer.pad_token_id
             self.made = together_or_alone(make, text, self._files, padding, options["padding_side"])
-        return dict(self.made)  # TRL writes into it
+        return dict(self.made)  # TRL modifies it
 
 
 def _pairs(encoder: MediaEncoder, files: Any, max_length: int | None, examples: Examples) -> dict[str, Any]:
-    """As DPO takes them: all that is chosen, then all that is rejected."""
+    """Batches for DPO: all chosen answers, then all rejected ones."""
     processor = _WithFiles(encoder, files * 2)
     made = dict(DataCollatorForVisionPreference(processor, max_length).torch_call(examples))
     return made | _unknown(processor.made, made["input_ids"].shape[1])
 
 
 def _of_each_token(prompts: dict[str, Any]) -> list[str]:
-    """The names of what there is of each token beside ids and mask."""
+    """The names of per-token inputs besides ids and mask."""
     return [name for name in prompts if name == SEEN or name.endswith("token_type_ids")]
 
 
 def _unknown(prompts: dict[str, Any], length: int) -> dict[str, torch.Tensor]:
-    """What there is of each token, of so many in a row, that TRL does not know: of Mllama, of ERNIE. Prompts are padded
-    on the left, and begin their rows in what TRL makes of them."""
+    """Per-token inputs that TRL does not know (Mllama's, ERNIE's), for rows of `length` tokens. Prompts are padded on
+    the left here, but stand at the beginning of rows in TRL's batches."""
 
     def row(name: str, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return answered(name, value[mask == 1][None], length)[:, :length]
@@ -102,14 +102,14 @@ def _unknown(prompts: dict[str, Any], length: int) -> dict[str, torch.Tensor]:
 
 
 def answered(name: str, value: torch.Tensor, more: int) -> torch.Tensor:
-    """What there is of each token of prompts, (rows, length, ...), and of so many more of answers: these are words, and
-    see the pictures that the ends of their prompts see."""
+    """A per-token input of prompts (rows, length, ...), extended by `more` tokens of answers. These are text, and
+    attend to the images that the ends of their prompts attend to."""
     last = value[:, -1:] if name == SEEN else torch.zeros_like(value[:, -1:])
     return torch.cat([value, last.expand(-1, more, *value.shape[2:])], dim=1)
 
 
 def _scored(encoder: MediaEncoder, files: Any, max_length: int | None, examples: Examples) -> dict[str, Any]:
-    """As a reward model takes them: as DPO, and what is an answer does not matter."""
+    """Batches for a reward model: as for DPO, without the mask of answers."""
     made = _pairs(encoder, files, max_length, examples)
     del made["completion_mask"]
     return made
@@ -118,11 +118,11 @@ def _scored(encoder: MediaEncoder, files: Any, max_length: int | None, examples:
 def _halves(
     marks: Sequence[int], encoder: MediaEncoder, files: Any, max_length: int | None, examples: Examples
 ) -> dict[str, Any]:
-    """As ORPO and CPO take them: apart."""
+    """Batches for ORPO and CPO: chosen and rejected answers as separate tensors."""
     made = _pairs(encoder, files, max_length, examples)
     ids, mask = made["input_ids"], made.pop("attention_mask")
     labels = ids.masked_fill(made.pop("completion_mask") == 0, -100)
-    # ORPO learns questions, too, and what stands for a file is no word of them. The model is given the ids of `BESIDE`.
+    # ORPO also learns questions, but tokens that stand for files are not text. The model gets the ids in `BESIDE`.
     said = ids.masked_fill(torch.isin(ids, torch.tensor([*marks])), -100)
     batch: dict[str, Any] = {}
     for name, tokens in (("input_ids", said), ("attention_mask", mask), ("labels", labels)):
@@ -131,7 +131,7 @@ def _halves(
 
 
 def _judged(encoder: MediaEncoder, files: Any, max_length: int | None, examples: Examples) -> dict[str, Any]:
-    """As KTO takes them. The answers with which it compares are those of `with_others`; TRL's collator would take them
+    """Batches for KTO. The answers that it compares with are those from `with_others`; TRL's collator would take them
     from this rank's rows."""
     others = [example.pop(OTHER, None) for example in examples]
     processor = _WithFiles(encoder, files)
@@ -144,14 +144,14 @@ def _judged(encoder: MediaEncoder, files: Any, max_length: int | None, examples:
     )
     length = max(of_rows["input_ids"].shape[1] for of_rows in (made, other))
     unknown = _unknown(processor.made, length)
-    if unknown:  # TRL gives the same to the model with both
+    if unknown:  # TRL passes the same to the model with both
         _lengthen(made, length, processor.tokenizer.pad_token_id)
         _lengthen(other, length, processor.tokenizer.pad_token_id)
     return made | {f"KL_{name}": other[name] for name in OF_TOKENS if name in other} | unknown
 
 
 def _lengthen(rows: Any, length: int, padding: int) -> None:
-    """Pad what there is of each token of rows on the right."""
+    """Pad the per-token inputs of rows on the right."""
     for name in OF_TOKENS:
         if name in rows:
             ends = (0, length - rows[name].shape[1])
@@ -159,7 +159,7 @@ def _lengthen(rows: Any, length: int, padding: int) -> None:
 
 
 def _taught(encoder: MediaEncoder, files: Any, max_length: int | None, examples: Examples) -> dict[str, Any]:
-    """As GKD takes them: conversations, of which the last turn is learnt, and what is asked before it."""
+    """Batches for GKD: conversations whose last turn is learned, and the prompts before it."""
     processor = _WithFiles(encoder, files)
     judged = DataCollatorForVisionUnpairedPreference(processor, max_length, calculate_kl=False)
     turns = [example["messages"] for example in examples]

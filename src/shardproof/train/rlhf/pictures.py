@@ -1,8 +1,8 @@
-"""Pairs and prompts with files, as TRL's trainers take them: checked before training, read when a batch is made.
+"""Pairs and prompts with files, in the format of TRL's trainers: checked before training, read when a batch is made.
 
-TRL wants a column of pictures beside messages in which `{"type": "image"}` says where each of them stands, and does the
-rest by the model's processor. Of sounds and videos it knows nothing: rows with answers have all files in a column of
-ours, which our own collator hands to the processor. What is kept is the number of a row: a transform makes the example.
+TRL needs a column of images, and messages in which `{"type": "image"}` marks the position of each; the model's
+processor does the rest. It does not support audio or video, so rows with answers have all files in a separate column,
+which our own collator passes to the processor. The dataset only stores row numbers; a transform makes the examples.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shardproof")
 
-NUMBER = "number of the row"  # the column of a dataset of pictures
+NUMBER = "number of the row"  # the column of a dataset with files
 OTHER = "number of the row with another answer"  # kto's, which compares with answers to other questions
 FILES = "files of the row"  # by kind
 ANSWERED = ("dpo", "kto", "orpo", "simpo", "cpo", "rm", "gkd")  # the algorithms that take files beside answers
 
-# What TRL wants of a row, and the conversations in it.
+# From a row to TRL's example, and the conversations in it.
 ExampleOf = Callable[..., tuple[dict[str, Any], list[list[dict[str, Any]]]]]
 
 
 @dataclass(frozen=True)
 class Files:
-    """Those of the row that stands at `where`, `by_kind`. Where batches are rows, accelerate looks through dicts and
-    lists for tensors and makes them anew, which is no video then."""
+    """The files of the row at `where`, `by_kind`. This is a class because accelerate searches dicts and lists in
+    batches for tensors and rebuilds them, which would break videos."""
 
     by_kind: dict[str, list[Any]]
     where: str
@@ -49,13 +49,13 @@ class Files:
 
 @dataclass(frozen=True)
 class Examples:
-    """From numbers of rows to examples with their pictures: what a dataset of pictures is transformed by.
+    """The transform of a dataset with files: from row numbers to examples with their files.
 
     Attributes:
-        numbers: of all rows of the dataset, in order.
-        on_lost: what happens to a row whose file could be read before training and cannot be read now: with `skip` the
-            next row that can be read takes its place, for TRL counts on as many as it asked for; `stop` raises.
-        columns: for rewards, of any row: a reward wants its column also where no row of a batch has it.
+        numbers: the numbers of all rows of the dataset, in order.
+        on_lost: what happens to a row whose file could be read before training but cannot be read now. `skip`: the next
+            readable row takes its place, since TRL needs the number of rows that it asked for; `stop` raises.
+        columns: the columns for rewards in any row: a reward needs its column even if no row of a batch has it.
     """
 
     rows: Rows
@@ -76,7 +76,7 @@ class Examples:
         return {name: [example.get(name) for example in examples] for name in names}
 
     def example(self, number: int) -> dict[str, Any]:
-        """Raises DataError for a file that is lost, if that stops the run, or if no row can be read any more."""
+        """Raises DataError for a lost file if that stops the run, or if no row can be read any more."""
         first = bisect_left(self.numbers, number)
         for i in range(len(self.numbers)):
             row_number = self.numbers[(first + i) % len(self.numbers)]
@@ -93,7 +93,7 @@ class Examples:
         example, _ = self.example_of(row)
         turns = ("messages", "prompt", "chosen", "rejected", "completion")
         marked = {name: self._marked(example[name], files) for name in turns if name in example}
-        judged = len(marked) > 1  # of others TRL would make batches itself
+        judged = len(marked) > 1  # for others, TRL would make batches itself
         pictures = {"images": files["image"]} if judged else {}
         return {**example, **marked, **pictures, FILES: Files(files, row.where)}
 
@@ -102,14 +102,14 @@ class Examples:
 
 
 def in_parts(turn: dict[str, Any]) -> dict[str, Any]:
-    """A turn whose content is a list, in which a file is only a place."""
+    """A turn whose content is a list in which files are only placeholders."""
     content = turn["content"]
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     return {**turn, "content": [part if part["type"] == "text" else {"type": part["type"]} for part in parts]}
 
 
 def first_with_files(*some: Rows | None) -> str:
-    """Where the first row that names a file stands, or nothing."""
+    """The location of the first row that names a file, or an empty string."""
     return next((row.where for rows in some for row in rows or () if has_files(row.messages)), "")
 
 
@@ -118,18 +118,18 @@ def are_pictured(dataset: Any) -> bool:
 
 
 def marks_of(processing: Any, model: Any) -> list[int]:
-    """The tokens that stand for files or begin them, which no answer may hold: nothing would stand behind them."""
+    """The tokens that stand for files or begin them. Answers must not contain them, as there would be no file."""
     kinds = (*KINDS, "vision")
     tokens = [getattr(processing, f"{kind}{what}", None) for kind in kinds for what in ("_token", "_bos_token")]
     known = [tokenizer_of(processing).convert_tokens_to_ids(token) for token in tokens if token is not None]
-    # A config knows some that the processor does not: Gemma 3's, and what begins a picture of Qwen-VL's.
+    # A config knows some that the processor does not: Gemma 3's, and the token that begins an image in Qwen-VL.
     of_config = [f"{kind}{what}_token_id" for kind in kinds for what in ("", "_bos", "_start")]
     said = [getattr(model.config, name, None) for name in (*of_config, "boi_token_id", "boa_token_id")]
     return sorted({*known, *(number for number in said if number is not None)})
 
 
 def with_others(dataset: Any, together: int) -> Any:
-    """Rows with files in their order, each with the answer of the one before among so many that are compared."""
+    """Rows with files in their order, each with the answer of the row before it in its group of `together` rows."""
     numbers = dataset.with_format(None)[NUMBER][:]
     groups = [numbers[i : i + together] for i in range(0, len(numbers), together)]
     others = [number for group in groups for number in (*group[-1:], *group[:-1])]
@@ -141,16 +141,16 @@ def with_others(dataset: Any, together: int) -> Any:
 def encode_pictured(
     config: RlhfConfig, rows: Rows, processing: Any, example_of: ExampleOf, prompts: bool, report: Any
 ) -> Any:
-    """A dataset of the rows that can be used and are not too long.
+    """A dataset of the rows that are usable and not too long.
 
     Args:
         processing: the processor of the model.
-        example_of: what TRL wants of a row, and the conversations whose longest counts.
-        prompts: whether an answer is to follow.
+        example_of: from a row to TRL's example and its conversations, of which the longest counts.
+        prompts: whether rows are prompts, to be answered.
         report: counts the rows.
 
     Raises:
-        DataError: a file cannot be used; a row is too long and may not be; no row is left.
+        DataError: a file cannot be used, a row is too long and must not be, or no row is left.
     """
     import datasets
 
@@ -192,13 +192,13 @@ def encode_pictured(
 
 
 def _length(row: Row, encoder: MediaEncoder, lost: Collection[str], example_of: ExampleOf, prompts: bool) -> int:
-    """Tokens of a row, those of its files among them; raises Problem for one that cannot be used."""
+    """The number of tokens of a row, including those of its files; raises Problem for a row that cannot be used."""
     if row.kind != "chat":
-        raise Problem("it is plain text among rows with pictures; use 'messages' or 'query'")
+        raise Problem("it is plain text among rows with files; use 'messages' or 'query'")
     odd = sorted({part["type"] for part in parts_of(row.messages)} & set(lost))
     if odd:
-        raise Problem(f"it has a file of kind {odd[0]}, and TRL passes only pictures to vLLM")
+        raise Problem(f"it has a file of kind {odd[0]}, and TRL passes only images to vLLM")
     if row.extra.get("tools"):
-        raise Problem("it has tools among rows with pictures, and TRL's trainers would not show them to the model")
+        raise Problem("it has tools, among rows with files, and TRL's trainers would not show them to the model")
     files = encoder.heard(row)
     return max(encoder.length(row, conversation, files, prompts) for conversation in example_of(row)[1])

@@ -1,9 +1,9 @@
-"""Proximal policy optimisation, for which TRL has no trainer any more: its GRPO with a value model.
+"""Proximal policy optimisation, for which TRL no longer has a trainer: its GRPO with a value model.
 
-From GRPO come sampling, rewards, the reference and the clipped loss of the policy. What is PPO's own: a value model
-says before each token what the rest of the answer will be worth; a token's advantage is what came out better than
-that (generalised advantage estimation, https://arxiv.org/abs/1506.02438); the distance to the reference is taken off
-the reward of each token (https://arxiv.org/abs/1909.08593) and is no part of the loss.
+Sampling, rewards, the reference and the clipped loss of the policy come from GRPO. Specific to PPO: a value model
+predicts, before each token, the reward of the rest of the answer; a token's advantage is how much better the outcome
+was (generalised advantage estimation, https://arxiv.org/abs/1506.02438); and the distance to the reference is
+subtracted from the reward of each token (https://arxiv.org/abs/1909.08593) instead of being part of the loss.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from shardproof.zero.device import widest_float
 
 @dataclass
 class PpoConfig(GRPOConfig):
-    """GRPO's arguments and those of the value.
+    """GRPO's arguments, and those of the value model.
 
     Attributes:
-        beta: how much the distance to the reference takes off a token's reward.
-        gamma: what a reward is worth a token earlier.
+        beta: the weight of the distance to the reference, which is subtracted from a token's reward.
+        gamma: the discount factor of rewards per token.
         gae_lambda: 0 looks one token ahead, 1 to the end of the answer.
-        value_weight: of the loss of the value model.
-        value_clip: how far a value may move from what it was when the answer was written.
+        value_weight: the weight of the value model's loss.
+        value_clip: how far a value may move from its value when the answer was generated.
     """
 
     beta: float = field(default=0.05)
@@ -41,7 +41,7 @@ class PpoConfig(GRPOConfig):
 
 
 class PpoTrainer(ByDistance):
-    """GRPO's trainer with a value model: one of transformers' token classifiers, with one label."""
+    """GRPO's trainer with a value model: a token classifier from transformers, with one label."""
 
     _tag_names = ("trl", "ppo")
     _name = "PPO"
@@ -52,7 +52,7 @@ class PpoTrainer(ByDistance):
         self.also_trained = (value_model,)
         for module in value_model.modules():
             if isinstance(module, nn.Dropout):
-                module.p = 0.0  # token classifiers have it; a value that changes from one look to the next is none
+                module.p = 0.0  # token classifiers have dropout, but values must not be random
         super().__init__(*args, **kwargs)
         if self.args.gradient_checkpointing:
             how = self.args.gradient_checkpointing_kwargs or {}
@@ -61,7 +61,7 @@ class PpoTrainer(ByDistance):
         self.add_callback(_ZeroGradients(value_model))
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """With groups for the value model, as Trainer makes them of the policy."""
+        """Adds parameter groups for the value model, as Trainer makes them for the policy."""
         optimizer = super().create_optimizer(*args, **kwargs)
         decayed = set(self.get_decay_parameter_names(self.value_model))
         named = [(name, p) for name, p in self.value_model.named_parameters() if p.requires_grad]
@@ -93,24 +93,24 @@ class PpoTrainer(ByDistance):
         bounded = before + (values - before).clamp(-self.args.value_clip, self.args.value_clip)
         errors = 0.5 * torch.max((values - returns) ** 2, (bounded - returns) ** 2) * mask
         self._record("value_loss", errors.sum(), mask.sum())
-        # As GRPO's default loss does: a mean over the tokens of the whole batch, on all ranks.
+        # As in GRPO's default loss: a mean over the tokens of the full batch, on all ranks.
         tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         if self.model.training:
             tokens = tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
         return loss + self.args.value_weight * errors.sum() / tokens
 
     def _values(self, batch: dict[str, Any]) -> torch.Tensor:
-        """What the rest is worth before each token of the answer is written (B, T)."""
+        """The predicted value of the rest before each token of the answer (B, T)."""
         ids, mask = joined(batch)
         values = self.value_model(input_ids=ids, attention_mask=mask, **self.beside(batch)).logits[..., 0].float()
         return values[:, -batch["completion_ids"].size(1) - 1 : -1]
 
     def beside(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """What the models take beside the tokens of a batch."""
+        """Inputs of the models besides the tokens of a batch."""
         return {}
 
     def _whitened(self, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Mean 0 and spread 1 over the tokens of all ranks."""
+        """Advantages normalised to mean 0 and standard deviation 1 over the tokens of all ranks."""
         sums = torch.stack([mask.sum(), (advantages * mask).sum(), (advantages**2 * mask).sum()]).to(
             widest_float(mask.device)
         )
@@ -138,7 +138,7 @@ def over_tokens(
 
 
 class _ZeroGradients(TrainerCallback):
-    """Trainer forgets the gradients of its model after a step; this does of the other."""
+    """Clears the gradients of the value model after each step, as Trainer does for its own model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

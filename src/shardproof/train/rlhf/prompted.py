@@ -1,8 +1,8 @@
 """Prompts with files, for TRL's trainers that generate.
 
-These deal the rows of a generation out in micro-batches, in an order that they draw, with the tensors of pictures that
-they know by name. Here TRL sees rows of tokens. Of each it carries the number of its row of the dataset, and by that
-the model is given what the processor makes of the files of exactly the rows of a call, whatever its tensors are.
+These split the rows of a generation into micro-batches in a random order, together with image tensors that they know by
+name. Here TRL only sees rows of tokens, with the number of the dataset row for each. By these numbers, the model is
+given what the processor makes of the files of exactly the rows in a call, whatever tensors these are.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Prompted:
-    """The prompts of a dataset and their files. Rows are known by their numbers.
+    """The prompts of a dataset and their files. Rows are identified by their numbers.
 
     Attributes:
-        now: the rows that TRL works on, in its order.
+        now: the rows that TRL is working on, in its order.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -36,7 +36,7 @@ class Prompted:
         self._made: dict[tuple[int, ...], Tensors] = {}
 
     def begin(self, examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Answers to these are to be generated. Returns them as TRL takes them, without files."""
+        """Start generating answers to these examples. Returns them in TRL's format, without files."""
         self._read, self._made, self.now = {}, {}, [example[NUMBER] for example in examples]
         for example in examples:
             self._keep(example)
@@ -44,32 +44,32 @@ class Prompted:
 
     @property
     def files(self) -> list[dict[str, list[Any]]]:
-        """Those of each row of now, by kind."""
+        """The files of each current row, by kind."""
         return [self._read[number][1] for number in self.now]
 
     @property
     def columns(self) -> list[dict[str, list[Any]]]:
-        """The same as rewards take them."""
+        """The same, as columns for rewards."""
         return [{name: of_row[kind] for kind, name in FILE_COLUMNS.items()} for of_row in self.files]
 
     @property
     def where(self) -> str:
-        """The first row of now."""
+        """The location of the first current row."""
         return self._examples.rows[self.now[0]].where
 
     def _keep(self, example: dict[str, Any]) -> None:
         self._read[example[NUMBER]] = example["prompt"], example[FILES].by_kind
 
     def asked(self) -> tuple[list[list[int]], Tensors]:
-        """The token ids of the prompts of now, and what the model takes beside them, padded on the left."""
+        """The token ids of the current prompts, and the other inputs of the model, padded on the left."""
         made = self._of(self.now)
-        self._made.clear()  # calls are of fewer rows
+        self._made.clear()  # later calls have fewer rows
         ids = [row[mask == 1].tolist() for row, mask in zip(*(made[name] for name in TOKENS), strict=True)]
         return ids, {name: value for name, value in made.items() if name not in TOKENS}
 
     def given(self, numbers: Sequence[int], before: int, behind: int, device: torch.device) -> Tensors:
-        """What the model takes beside the tokens of these rows: a prompt in `before` tokens, of which the left are
-        padding, and an answer in `behind`, which sees the pictures that the end of the prompt sees."""
+        """Inputs of the model besides the tokens of these rows. Each has `before` tokens of prompt, padded on the left,
+        and `behind` tokens of answer, which attend to the images that the end of the prompt attends to."""
         made = self._of(numbers)
         more = {name: value.to(device) for name, value in made.items() if name not in TOKENS}
         for name in per_token(made):
@@ -84,12 +84,12 @@ class Prompted:
         example = self._examples.example(number)
         if example[NUMBER] != number:
             where = self._examples.rows[number].where
-            raise DataError(f"{where}: a file is missing, and answers about it still have to be learnt from.")
+            raise DataError(f"{where}: a file is missing, and answers about it still have to be learned from.")
         return example
 
     def _of(self, numbers: Sequence[int]) -> Tensors:
-        """What the processor makes of the prompts of these rows. It is asked for again where a reference is asked as
-        well, or answers are learnt from more than once."""
+        """The processor's output for the prompts of these rows, cached because the reference needs it too and answers
+        may be learned from more than once."""
         key = tuple(numbers)
         if key not in self._made:
             encoder = self._examples.encoder

@@ -1,6 +1,7 @@
 """Preference and reinforcement training, from top to bottom: prepare once, then train on every rank.
 
-The algorithms are TRL's. Ours: rows and their errors, sharding of every model, their order, what a run leaves behind.
+The algorithms are TRL's. Ours are the rows, their errors and order, the sharding of every model, and the output of a
+run.
 """
 
 from __future__ import annotations
@@ -71,21 +72,21 @@ OF_STATES = ("dpo", "kto", "grpo", "rloo", "ppo")  # their trainers ask the mode
 
 @dataclass
 class RlhfPrepared(Prepared):
-    """A run that can start. `experts`: rows that are learnt beside answers, see `chord.py`."""
+    """A run that is ready to start. `experts`: rows that are learned beside answers, see `chord.py`."""
 
     experts: Any = field(default=None, init=False)
 
     @property
     def rows_a_step(self) -> int | Fraction:
-        """Of algorithms that generate, a batch counts answers, of which each row gets several: a step may have a part
-        of them."""
+        """In algorithms that generate, a batch counts answers, and each row gets several, so the number of rows may be
+        a fraction."""
         if self.config.rlhf_type not in REWARDED:
             return self.batch.whole
         return Fraction(self.batch.whole, self.config.generations * self.config.num_iterations)
 
 
 def check_rows(config: RlhfConfig, world_size: int) -> Batch:
-    """What can be known of the rows from the options alone, whatever they will be trained by."""
+    """Check what the options say about rows, for any algorithm."""
     check_named(config)
     check_columns(config.columns, PREFERENCE_FIELDS, others=config.rlhf_type in REWARDED)
     batch = run.check(config, world_size)
@@ -96,19 +97,19 @@ def check_rows(config: RlhfConfig, world_size: int) -> Batch:
 
 
 def check(config: RlhfConfig, world_size: int) -> Batch:
-    """What can be known from the options alone; imports nothing heavy."""
+    """Check what can be known from the options alone; imports nothing heavy."""
     batch = check_rows(config, world_size)
     check_algorithm(config, batch)
     check_ends(config)
     check_shared(config)
     check_can_go_on(config)
     if config.adapters and (config.freeze or config.train_parts):
-        raise ConfigError(  # asking the reference, PEFT makes all of them trainable again
+        raise ConfigError(  # after running the reference, PEFT makes all of them trainable again
             "--adapters and --freeze or --train-parts: rlhf continues training all adapters. Leave one of them out."
         )
     if TALKER in (config.train_parts or ()):
         raise ConfigError(
-            f"--train-parts {TALKER}: rlhf compares or rewards words, and a {TALKER} learns codes of speech from sft. "
+            f"--train-parts {TALKER}: rlhf compares or rewards text, and a {TALKER} learns speech codes in sft. "
             "Leave it out."
         )
     check_reference(config)
@@ -128,7 +129,7 @@ def check(config: RlhfConfig, world_size: int) -> Batch:
 
 
 def check_scorer(config: RlhfConfig) -> None:
-    """Raise ConfigError for a model that is to give scores or values, and cannot."""
+    """Raise ConfigError for a model that has to produce scores or values but cannot."""
     if config.rlhf_type == "rm":
         check_backbone(config, SCORER)
     if config.rlhf_type == "ppo":
@@ -147,10 +148,10 @@ def read(config: RlhfConfig) -> tuple[Any, Any]:
 
 
 def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
-    """Make the tokenizer and the output folder, bring the rows that `read` gave into TRL's form.
+    """Create the tokenizer and the output folder, and convert the rows from `read` to TRL's format.
 
     Raises:
-        ConfigError, DataError: everything a user can put right, found before any process is started.
+        ConfigError, DataError: for everything a user can fix, before any process is started.
     """
     batch = check(config, world_size)
     check_rewarded(config, batch, rows, val_rows)
@@ -168,7 +169,7 @@ def prepare(config: RlhfConfig, world_size: int, rows: Any, val_rows: Any) -> Pr
 
     def to_learn(given: Any, processing: Any) -> Any:
         encoded = _encoded(config, given, processing, files_at)
-        if given is rows:  # before there is a folder for the run
+        if given is rows:  # before the run folder is created
             experts.append(encoded_experts(config, tokenizer_of(processing)))
         return encoded
 
@@ -187,8 +188,8 @@ def _encoded(config: RlhfConfig, rows: Any, processing: Any, files_at: str) -> A
 
 
 def _check_balance(config: RlhfConfig) -> None:
-    """TRL computes the term that balances experts of as many as `num_experts` says. What routers give inside of
-    reentrant checkpointing has no gradient."""
+    """Check that a load-balancing loss works: TRL needs `num_experts` for it, and router outputs have no gradient
+    inside reentrant checkpoints."""
     found, kind = declared(config), config.rlhf_type
     if found is None:
         return
@@ -197,7 +198,7 @@ def _check_balance(config: RlhfConfig) -> None:
     by_config = kind in ("orpo", "simpo", "cpo") and getattr(text, "output_router_logits", False)
     if not asked and not (by_config and getattr(text, "router_aux_loss_coef", 0)):
         return
-    off = f"leave {option} out." if asked else "have router_aux_loss_coef 0 in the model's config.json."
+    off = f"leave {option} out." if asked else "set router_aux_loss_coef to 0 in the model's config.json."
     if config.checkpointing_reentrant:
         raise ConfigError(
             f"--checkpointing-reentrant: the loss of {kind} has a load-balancing term for the experts of"
@@ -211,7 +212,7 @@ def _check_balance(config: RlhfConfig) -> None:
 
 
 def _on_disk(prepared: Prepared) -> Prepared:
-    """What TRL computes once it writes beside the rows, and there every rank must find it."""
+    """Store the rows on disk: TRL writes what it computes once beside them, where every rank must find it."""
     import datasets
 
     with RunFolder(prepared.folder).discarded_if_it_fails():
@@ -238,7 +239,7 @@ def import_libraries(config: RlhfConfig) -> None:
 def train(prepared: RlhfPrepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:
     """Train on this rank and save. Collective: every rank of the process group calls it.
 
-    Any of `signals` ends training after the step it comes in, and the weights of that step are saved.
+    Any of `signals` ends training after the current step, and its weights are saved.
 
     Returns: the signal that ended training, or 0.
     """
@@ -250,7 +251,7 @@ def train(prepared: RlhfPrepared, view: View, write: Write | None = None, signal
     scored, pictured = kind == "rm", are_pictured(prepared.rows)
     head: dict[str, Any] = {"num_labels": 1} if scored else {}
     auto = SCORER if scored else CAUSAL
-    # TRL keeps what it asks once under a name that it makes of the weights themselves.
+    # TRL caches what it precomputes under a name made from the weights, so these are loaded in full for it.
     model = load_model(prepared.model, config, auto, config.model_type, to_shard=not config.precompute_ref, **head)
     if scored:
         pads_with(model, prepared.tokenizer.pad_token_id)
@@ -258,9 +259,9 @@ def train(prepared: RlhfPrepared, view: View, write: Write | None = None, signal
     if pictured and kind in OF_STATES:
         check_one_backbone(model, "TRL")
     task = "SEQ_CLS" if scored else "CAUSAL_LM"
-    config = without_lacking(config, anatomy(model).parts)  # a plugin's model is asked here
+    config = without_lacking(config, anatomy(model).parts)  # models of plugins are checked only here
     new = None
-    if config.adapters or takes_from_weights(config):  # TRL's reference then has a copy of what they begin with
+    if config.adapters or takes_from_weights(config):  # TRL's reference then holds a copy of the initial adapters
         model = with_adapters(model, config, task)
     elif config.tuner != "full":
         new = new_adapters(config, task, model, choose_parts(model, config))
@@ -293,14 +294,14 @@ def train(prepared: RlhfPrepared, view: View, write: Write | None = None, signal
                 reporter=reporter if config.log_completions else None,
                 **_other_models(prepared, model),
             )
-        except ValueError as error:  # TRL and PEFT check what they are given
+        except ValueError as error:  # TRL and PEFT check their arguments
             raise ConfigError(f"--rlhf-type {kind}: {first_line(error)}") from error
 
     return run.train(prepared, model, make_trainer, view, write, signals)
 
 
 def _precision(name: str | None) -> Any:
-    """Of a model beside the one that is trained; None leaves it to --precision, which fp32 does not."""
+    """The precision of a model that is not trained. None leaves it to --precision; fp32 overrides that."""
     if name == "fp32":
         import torch
 
@@ -311,10 +312,10 @@ def _precision(name: str | None) -> Any:
 def _load_other(
     name: str, source: str, config: RlhfConfig, kind: str = CAUSAL, to_shard: bool = True, **more: Any
 ) -> Any:
-    """The model of this option, which knows how it is to be sharded."""
+    """The model of this option, marked with how to shard it."""
     from shardproof.integrations.prepared import shard_as
 
-    if kind != CAUSAL or getattr(config, name):  # it may be of another class than the one that is tried
+    if kind != CAUSAL or getattr(config, name):  # its class may differ from the one that was checked
         config = config.model_copy(update={"padding_free": False, "sequence_parallel": 1})
     model = load_model(source, config, kind, to_shard=to_shard, **more)
     tell_made_anew(model, source, trained=name == "value_model")
@@ -323,7 +324,7 @@ def _load_other(
 
 
 def _reads(config: RlhfConfig, rows: Any, judge: str) -> Any:
-    """What stands between TRL and a reward model: nothing where it is asked about conversations of text."""
+    """The processing class of a reward model: None for conversations that are text only."""
     from shardproof.models.loading.processors import load_processor
     from shardproof.train.rlhf.judging import Reads, ReadsTexts
 
@@ -334,7 +335,7 @@ def _reads(config: RlhfConfig, rows: Any, judge: str) -> Any:
 
 
 def _other_models(prepared: RlhfPrepared, model: Any) -> dict[str, Any]:
-    """The models and functions that take part besides the one that is trained."""
+    """The models and functions of the run besides the trained model."""
     from shardproof.train.rlhf.fipo import Fipo
 
     config: RlhfConfig = prepared.config
@@ -388,5 +389,5 @@ def _other_models(prepared: RlhfPrepared, model: Any) -> dict[str, Any]:
         source = config.value_model or prepared.model
         more["value_model"] = value = _load_other("value_model", source, config, VALUER, **head)
         pads_with(value, prepared.tokenizer.pad_token_id)
-        choose_parts(value, SftConfig())  # nobody asks a talker for values
+        choose_parts(value, SftConfig())  # a talker has no values
     return more

@@ -1,10 +1,9 @@
-"""Other questions in the place of those whose answers are all worth the same: DAPO's dynamic sampling.
+"""Replaces questions whose answers all get the same reward by others: DAPO's dynamic sampling.
 
-Advantages compare the answers to one question. Where all are worth the same, nothing is learnt of them, and a step of
-many such questions is a step of few. So more questions are asked, a batch of all ranks at a time, and those whose
-answers differ take such places, from the first on. All ranks see the answers of all, so that which are taken does not
-depend on how many ranks there are. It goes by rewards: the distance to a reference, which may be a part of advantages,
-is never the same.
+Advantages compare the answers to one question. If all get the same reward, nothing is learned from them, and the step
+is effectively smaller. So more questions are asked, a batch over all ranks at a time, and those whose answers differ
+replace such questions in order. All ranks see the answers of all, so the choice does not depend on the number of ranks.
+Only rewards are compared: the distance to a reference, which may be part of advantages, is never the same.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 
 Row = dict[str, torch.Tensor]
-LEFT = ("prompt_ids", "prompt_mask")  # padded on the left; all else of a token on the right
-WORTH = "worth"  # what an answer is worth (judges,) to each that is compared by itself, NaN where it does not say
-ROUNDING = 1e-6  # of weights and sums, as a share of a reward
+LEFT = ("prompt_ids", "prompt_mask")  # padded on the left; all other per-token tensors on the right
+WORTH = "worth"  # rewards of an answer (judges,), one for each that is compared separately, NaN for none
+ROUNDING = 1e-6  # rounding errors of weights and sums, relative to a reward
 
 
 def with_others(
@@ -29,18 +28,18 @@ def with_others(
     process: int,
     pad: int,
 ) -> dict[str, Any]:
-    """What TRL's trainers make of a batch, with other questions in the place of those that teach nothing, as far as
-    there are any. Collective.
+    """The output of TRL's trainers for a batch, with questions that teach nothing replaced by others while there are
+    any. Collective.
 
     Args:
-        made: of this rank: a row of each tensor for each answer, and what it is `WORTH`, which is left out of what is
-            returned.
-        generations: answers to a question, one behind the other over all ranks.
-        more: further batches of questions of this rank.
-        write: has answers written and scored. Collective.
-        gather: gives the lists of all ranks, one behind the other. Collective.
-        process: the number of this rank.
-        pad: the token behind an answer, and in front of a question.
+        made: that output on this rank: a row of each tensor for each answer, and its rewards under `WORTH`, which are
+            removed from the result.
+        generations: number of answers to a question, which are consecutive over all ranks.
+        more: further batches of questions for this rank.
+        write: generates and scores answers. Collective.
+        gather: concatenates the lists of all ranks. Collective.
+        process: this rank.
+        pad: the padding token, after an answer and before a question.
     """
     size = len(made["advantages"])
     worth = gather([{WORTH: one} for one in made[WORTH].cpu()])
@@ -61,14 +60,14 @@ def with_others(
 
 
 def rows_of(made: dict[str, Any]) -> list[Row]:
-    """Of what TRL's trainers make of a batch, each answer by itself, on the host."""
+    """The output of TRL's trainers for a batch as single answers, on the host."""
     size = len(made["advantages"])
     tensors = {name: v.cpu() for name, v in made.items() if isinstance(v, torch.Tensor) and v.dim() and len(v) == size}
     return [{name: value[i] for name, value in tensors.items()} for i in range(size)]
 
 
 def with_rows(made: dict[str, Any], rows: list[Row], pad: int) -> dict[str, Any]:
-    """What they made, of these rows instead."""
+    """The same output with these rows instead."""
     device = made["advantages"].device
     return {**made, **{name: _together([row[name] for row in rows], name, pad).to(device) for name in rows[0]}}
 

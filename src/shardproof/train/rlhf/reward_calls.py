@@ -1,6 +1,6 @@
-"""Reward functions as they are called in training: whatever they do wrong is said with their name and place.
+"""Calls of reward functions in training: their errors are reported with the name and location of the function.
 
-A reward of NaN trains on a loss of 0 or NaN without a word; so what comes back is looked at each time.
+With a reward of NaN, training would silently continue with a loss of 0 or NaN, so results are checked at every call.
 """
 
 from __future__ import annotations
@@ -17,25 +17,23 @@ from shardproof.train.plugin_calls import failure, place_of
 
 log = logging.getLogger("shardproof")
 
-LARGEST = 1e16  # rewards are kept in fp32, which has to hold a million squares of them for their deviation
+LARGEST = 1e16  # rewards are kept in fp32, which must hold the sum of a million squares for their standard deviation
 
-NOT_ITS_OWN = (KeyboardInterrupt, asyncio.CancelledError)  # what a function of the user's did not begin
+NOT_ITS_OWN = (KeyboardInterrupt, asyncio.CancelledError)  # not raised by the user's function
 
-# What TRL hands to reward functions under names of its own.
+# Arguments that TRL passes to reward functions under its own names.
 TAKEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
-# What functions written for ms-swift, which gives them texts, do not know.
-ONE_TURN = (
-    "Of a conversation, each of completions is a list of one turn, as in TRL: completion[0]['content'] is its text."
-)
+# A hint for functions written for ms-swift, which passes texts.
+ONE_TURN = "For conversations, each completion is a list of one turn, as in TRL: completion[0]['content'] is its text."
 
 
 class Judges:
-    """The reward functions of a run, each checked whenever it is called.
+    """The reward functions of a run, checked at every call.
 
     Args:
-        functions: by the names that --reward-funcs gives them.
-        alone: whether no reward model or environment judges besides.
+        functions: the functions, with their names in --reward-funcs.
+        alone: whether there is no reward model or environment.
     """
 
     def __init__(self, functions: Sequence[tuple[str, Callable[..., Any]]], alone: bool = True) -> None:
@@ -67,13 +65,13 @@ class Judges:
         return chosen
 
     def _warn_of_unjudged(self) -> None:
-        """Once, where no function had anything to say about an answer: nothing is learnt from it."""
+        """Warn once if no function gave a reward to an answer: nothing is learned from it."""
         everyone, self._said = list(self._said.values()), {}
         silent = sum(all(value is None for value in values) for values in zip(*everyone, strict=True))
         if silent and self._alone and not self._warned:
             self._warned = True
             log.warning(
-                "All --reward-funcs (%s) returned None for %d of %d answers, so nothing is learnt from those."
+                "All --reward-funcs (%s) returned None for %d of %d answers, so nothing is learned from those."
                 " 'accuracy' returns None for rows without a right answer.",
                 " ".join(self._names),
                 silent,
@@ -87,8 +85,8 @@ def guarded(
     end: Callable[[Any, Mapping[str, Any]], Any],
     failed: Callable[[BaseException, Mapping[str, Any]], ConfigError],
 ) -> Callable[..., Any]:
-    """A function of the user's, which may be async, between `begin` and `end`, which gives what it is to have returned;
-    both get the named arguments. `failed` says how it failed."""
+    """The user's function, which may be async, called between `begin` and `end`, which returns the final result. Both
+    get the keyword arguments. `failed` makes the error to raise if the function fails."""
 
     def call(*args: Any, **given: Any) -> Any:
         begin(given)
@@ -96,7 +94,7 @@ def guarded(
             result = function(*args, **given)
         except NOT_ITS_OWN:
             raise
-        except BaseException as error:  # whatever the user's function raises; what panics in Rust is no Exception
+        except BaseException as error:  # anything the user's function raises; a panic in Rust is not an Exception
             raise failed(error, given) from error
         return end(result, given)
 
@@ -118,13 +116,13 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def wants(function: Callable[..., Any], given: Collection[str]) -> list[str]:
-    """The arguments that `function` wants by their names, and that are not among these."""
+    """The required named arguments of `function` that are not among these."""
     named = (p for p in _parameters(function) or () if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
     return [p.name for p in named if p.default is p.empty and p.name not in given]
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """None of some functions written in C, and of methods without `self`."""
+    """None for some functions written in C, and for methods without `self`."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -132,27 +130,28 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
 
 
 def misfit(function: Callable[..., Any], given: Iterable[str], begin: str = "def name(completions, **columns):") -> str:
-    """Why `function` cannot be called with these arguments, or nothing. `begin`: how one begins that can."""
+    """Why `function` cannot be called with these arguments, or an empty string. `begin`: a signature that would
+    work."""
     parameters, names = _parameters(function), set(given)
     if parameters is None:
         return ""
     columns = ", ".join(sorted(names - TAKEN)) or "none"
     if wanted := wants(function, names):
-        return f"wants {wanted[0]!r}, and no column of the rows has that name. There are: {columns}."
+        return f"needs {wanted[0]!r}, but the rows have no such column. They have: {columns}."
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     surplus = names - {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
     if surplus and not takes_all:
-        return f"does not take {sorted(surplus)[0]!r}: begin it with '{begin}'."
+        return f"does not take {sorted(surplus)[0]!r}: define it as '{begin}'."
     return ""
 
 
 def numbers(result: Any, count: int, subject: str) -> list[float | None]:
-    """What a reward function returned, as `count` numbers or None.
+    """The result of a reward function, as a list of `count` numbers or None.
 
     Raises:
-        ConfigError: it is something else, or holds a number that is not finite.
+        ConfigError: it is something else, or contains a number that is not finite.
     """
-    wanted = f"A list is wanted, with a number (or None) for each of the {count} answers."
+    wanted = f"It must return a list with a number (or None) for each of the {count} answers."
     if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__len__") or not hasattr(result, "__iter__"):
         came = "None" if result is None else f"{result!r:.60} ({type(result).__name__})"
         raise ConfigError(f"{subject} returned {came}. {wanted}")
@@ -163,27 +162,28 @@ def numbers(result: Any, count: int, subject: str) -> list[float | None]:
 
 
 def number_from(value: Any, subject: str, wanted: str, of: str = "") -> float | None:
-    """The number that was returned, or None. `wanted`: what the user is told else; `of`: what it is the number of.
+    """The number that was returned, or None. `wanted`: the hint in the error for anything else; `of`: what the number
+    is for.
 
     Raises:
-        ConfigError: it is none, not finite, or too large for the deviation of rewards.
+        ConfigError: it is not a number, not finite, or too large for the standard deviation of rewards.
     """
     try:
         if isinstance(value, (str, bytes)):
-            raise TypeError  # float would take "1.0"
+            raise TypeError  # float would accept "1.0"
         number = None if value is None else float(value)
     except (TypeError, ValueError):
         raise ConfigError(f"{subject} returned {value!r:.60} ({type(value).__name__}){of}. {wanted}") from None
-    except OverflowError:  # an int that has no float
+    except OverflowError:  # an int that is too large for a float
         number = math.inf
     if number is not None and not math.isfinite(number):
         raise ConfigError(
-            f"{subject} returned {number}{of}, from which nothing can be learnt. Return a finite number, or None for"
+            f"{subject} returned {number}{of}, from which nothing can be learned. Return a finite number, or None for"
             f" no reward."
         )
     if number is not None and abs(number) > LARGEST:
         raise ConfigError(
             f"{subject} returned {number:g}{of}. Rewards are computed in fp32, where the standard deviation of such"
-            f" numbers is infinite, so nothing would be learnt. Return at most {LARGEST:g}."
+            f" numbers is infinite, so nothing would be learned. Return at most {LARGEST:g}."
         )
     return number

@@ -1,7 +1,7 @@
-"""Reward functions: the built-in ones, and those of a user's file.
+"""Reward functions: the built-in ones, and those in a user's file.
 
-A reward function is called as TRL calls it: `completions` (texts, or lists with one turn) and one list for each other
-column of the rows, and returns a number for each completion, or None where it has nothing to say.
+A reward function is called as in TRL: with `completions` (texts, or lists with one turn) and a list for each other
+column of the rows. It returns a number for each completion, or None for no reward.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ Reward = Callable[..., list[float | None]]
 
 BUILT_IN = KINDS["reward"].built_in
 REFERENCES = ("solution", "answer", "response", "completion", "output")  # columns that may hold the right answer
-NOT_HANDED_ON = {"prompt", "completion", "completion_ids", *TAKEN}  # columns that TRL keeps from rewards
+NOT_HANDED_ON = {"prompt", "completion", "completion_ids", *TAKEN}  # columns that TRL does not pass to rewards
 
 
 def text_of(completion: Any) -> str:
-    """What was generated, of a text or of a list of turns: where functions were called, what was said behind that."""
+    """The generated text of a completion, which is a text or a list of turns: after the last function call, if there is
+    one."""
     if isinstance(completion, list):
         called = [number for number, turn in enumerate(completion, 1) if turn.get("role") == "tool"]
         return "".join(str(turn.get("content") or "") for turn in completion[max(called, default=0) :])
@@ -40,7 +41,7 @@ def text_of(completion: Any) -> str:
 
 
 def accuracy(completions: Sequence[Any], **columns: Any) -> list[float | None]:
-    """1 where the answer ends with the same number as the reference, 0 elsewhere; None for rows without one."""
+    """1 if the answer ends with the same number as the reference, otherwise 0; None for rows without one."""
     references = next((columns[name] for name in REFERENCES if name in columns), [None] * len(completions))
     rewards: list[float | None] = []
     for completion, reference in zip(completions, references, strict=True):
@@ -50,7 +51,7 @@ def accuracy(completions: Sequence[Any], **columns: Any) -> list[float | None]:
 
 
 def format_reward(pattern: str) -> Reward:
-    """1 where the whole answer matches the regular expression, 0 elsewhere."""
+    """1 if the whole answer matches the regular expression, otherwise 0."""
     compiled = re.compile(pattern)
 
     def format(completions: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -60,7 +61,7 @@ def format_reward(pattern: str) -> Reward:
 
 
 def length_reward(longest: int) -> Reward:
-    """What is left of the longest answer that may be generated, as a share: 1 for nothing, 0 for an answer cut off."""
+    """The unused share of the maximum length: 1 for an empty answer, 0 for a truncated one."""
 
     def length(completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any) -> list[float | None]:
         return [1.0 - min(len(ids), longest) / longest for ids in completion_ids]
@@ -69,12 +70,12 @@ def length_reward(longest: int) -> Reward:
 
 
 def unrewarded(completions: Sequence[Any], **columns: Any) -> list[float | None]:
-    """Of answers that only a teacher judges, by their tokens: TRL wants a reward."""
+    """For answers whose tokens only a teacher judges: TRL requires a reward."""
     return [0.0] * len(completions)
 
 
 def check_rewards(names: Sequence[str], pattern: str, plugins: bool = False) -> None:
-    """Raise ConfigError for a reward function that cannot be found, without running any code.
+    """Raise ConfigError for a reward function that does not exist, without running any code.
 
     `plugins`: other names may be those of plugins.
     """
@@ -89,9 +90,9 @@ def check_rewards(names: Sequence[str], pattern: str, plugins: bool = False) -> 
 def load_rewards(
     names: Sequence[str], pattern: str, longest: int, plugins: Plugins | None = None, alone: bool = True
 ) -> list[Reward]:
-    """The functions of these names, each of which says what is wrong with what it returns (see `reward_calls.py`).
+    """The functions with these names, with checked results (see `reward_calls.py`).
 
-    `alone`: no reward model or environment judges besides.
+    `alone`: there is no reward model or environment.
 
     Raises:
         ConfigError: a file fails when it is run, or has something else under that name.
@@ -100,8 +101,8 @@ def load_rewards(
 
 
 def check_rewarded(config: RlhfConfig, batch: Batch, rows: Any, val_rows: Any = None) -> None:
-    """Where answers are generated: raise DataError where rows are too few, ConfigError for rewards that want columns
-    which rows do not have, or a reward model that is none."""
+    """If answers are generated, raise DataError for too few rows, and ConfigError for rewards that need columns which
+    the rows do not have, or for an invalid reward model."""
     if config.rlhf_type not in REWARDED:
         return
     steps = config.steps_per_generation or batch.accumulation
@@ -123,17 +124,17 @@ def check_rewarded(config: RlhfConfig, batch: Batch, rows: Any, val_rows: Any = 
 
 
 def check_columns_of(config: RlhfConfig, rows: Any) -> None:
-    """Raise ConfigError where rewards or environments want columns that these rows do not have."""
+    """Raise ConfigError if rewards or environments need columns that these rows do not have."""
     columns: set[str] = set()
     for row in rows:
         columns.update(row.extra["columns"], FILE_COLUMNS.values() if has_files(row.messages) else ())
-    given = columns | ({"environments"} if config.environments else set())  # which TRL hands on
+    given = columns | ({"environments"} if config.environments else set())  # which TRL passes on
     check_columns_for(config.reward_funcs, given, load(config.external_plugins))
     check_environments_for(config, columns)
 
 
 def check_columns_for(names: Sequence[str], columns: Collection[str], plugins: Plugins | None = None) -> None:
-    """Raise ConfigError for a reward function that cannot be loaded, or wants what no column of the rows has."""
+    """Raise ConfigError for a reward function that cannot be loaded, or needs a column that the rows do not have."""
     given = {*columns} - NOT_HANDED_ON
     there = ", ".join(sorted(given)) or "none"
     for name, function in _found(names, "", 1, plugins):
@@ -163,6 +164,6 @@ def _from_file(name: str) -> Reward:
 
 
 def _check_name(name: str) -> None:
-    """Raise ConfigError for a name that is neither known nor one of a function in a file."""
+    """Raise ConfigError for a name that is neither known nor a function in a file."""
     if not is_in_file(name):
         Plugins().find("reward", name)

@@ -1,4 +1,4 @@
-"""Rows of preferences and prompts in TRL's form."""
+"""Rows of preferences and prompts in TRL's format."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from shardproof.train.rows.cached import encoded_once
 
 
 def form_of(config: RlhfConfig) -> Form:
-    """What rows look like."""
+    """The format of the rows."""
     return PROMPTS if writes_all_answers(config) else ALGORITHMS[config.rlhf_type].form
 
 
 @dataclass
 class PairReport:
-    """What became of the rows."""
+    """How many rows were kept, and how long they are."""
 
     rows: int = 0
     kept: int = 0
@@ -47,10 +47,10 @@ class PairReport:
     largest_at: str = ""
 
     def fits(self, row: Any, length: int, config: RlhfConfig) -> bool:
-        """Count a row of so many tokens. Returns whether it is short enough.
+        """Count a row of `length` tokens. Returns whether it is short enough.
 
         Raises:
-            DataError: it is too long, and that is an error.
+            DataError: it is too long, with --truncation raise.
         """
         self.rows += 1
         self.longest = max(self.longest, length)
@@ -62,7 +62,7 @@ class PairReport:
         return fits
 
     def plus(self, other: PairReport) -> PairReport:
-        """Of these rows and those together."""
+        """The report for both sets of rows together."""
         longest = max(self, other, key=lambda report: report.longest_kept)
         largest = max(self, other, key=lambda report: report.largest_token)
         return PairReport(
@@ -78,10 +78,10 @@ class PairReport:
 
 
 def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None = None) -> Any:
-    """A dataset in TRL's words, without the rows that are too long. Its attribute `report` says what was left out.
+    """A dataset in TRL's format, without the rows that are too long. Its attribute `report` says how many were dropped.
 
     Args:
-        files_at: where the run has a row with files; by default these rows are all it has.
+        files_at: the location of a row with files in this run; by default searched for in these rows only.
     """
     check_called(config, processing)
     if files_at := first_with_files(rows) if files_at is None else files_at:
@@ -104,7 +104,7 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
             raise ConfigError("--dynamic-sample works with text only, and these rows have files.")
         if config.group_by_length:
             raise ConfigError(
-                "--group-by-length: the number of tokens of a row with pictures is known only during training."
+                "--group-by-length: the number of tokens of a row with files is known only during training."
             )
         prompts = config.rlhf_type in REWARDED
         if processing is tokenizer_of(processing):
@@ -118,7 +118,7 @@ def encode(config: RlhfConfig, rows: Any, processing: Any, files_at: str | None 
 
 
 def _encoded(config: RlhfConfig, rows: Any, tokenizer: Any) -> Any:
-    """The same of rows of text, with the `numbers` of those that are kept."""
+    """The same for rows of text, with the `numbers` of those that are kept."""
     import datasets
     import pyarrow
 
@@ -146,19 +146,19 @@ def _encoded(config: RlhfConfig, rows: Any, tokenizer: Any) -> Any:
         )
     if mixed := _mixed_column(kept, places):
         raise DataError(mixed)
-    names = dict.fromkeys(name for example in kept for name in example)  # of all rows: the first may lack some
+    names = dict.fromkeys(name for example in kept for name in example)  # of all rows, since the first may lack some
     try:
-        # In a table without JSON each object would get the keys of all others: calls of tools, for example.
+        # Without JSON columns, each object would get the keys of all others, for example in tool calls.
         columns = {name: [example.get(name) for example in kept] for name in names}
         dataset = datasets.Dataset.from_dict(columns, on_mixed_types="use_json")
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
-        raise DataError(f"The rows cannot be put together: {first_line(error)}") from error
+        raise DataError(f"The rows cannot be combined into one table: {first_line(error)}") from error
     dataset.report, dataset.places, dataset.numbers = report, places, numbers
     return dataset
 
 
 def _check_reads(config: RlhfConfig, option: str, model: str) -> None:
-    """Raise ConfigError for a model beside the one that is trained which does not read files as that does."""
+    """Raise ConfigError for another model that does not process files in the same way as the trained one."""
     ours, theirs = processor_class(config.model), processor_class(model)
     if theirs is None:
         raise ConfigError(f"{option} {model} is a text model, but these rows have files, which it must read too.")
@@ -170,7 +170,7 @@ def _check_reads(config: RlhfConfig, option: str, model: str) -> None:
 
 
 def _mixed_column(examples: Sequence[dict[str, Any]], places: Places) -> str:
-    """Which column holds values of two kinds, and where, or nothing."""
+    """The message for a column with values of two kinds, or an empty string."""
     kinds: dict[str, tuple[str, int]] = {}
     for number, example in enumerate(examples):
         for column, value in example.items():
@@ -186,8 +186,8 @@ def _mixed_column(examples: Sequence[dict[str, Any]], places: Places) -> str:
     return ""
 
 
-# What TRL wants of a row, or None where cutting it would leave too little of it; how many tokens it has at most
-# and the one of the largest number, or why it cannot be used.
+# TRL's example for a row, or None if truncation would leave too little of it; and its number of tokens and largest
+# token id, or why it cannot be used.
 Example = tuple[dict[str, Any] | None, tuple[int, int] | str]
 
 
@@ -203,7 +203,8 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
     behind = Encoder(tokenizer, "answer", None) if config.rlhf_type == "gkd" else None
     within = template is not None and goes_on(tokenizer.chat_template)
     prompts, shown = ALGORITHMS[config.rlhf_type].form is PROMPTS, Shown(config)
-    begin = begin_of_text(tokenizer) if first is not None and first.kind == "text" else ""  # TRL has it put there
+    # TRL has the tokenizer add it.
+    begin = begin_of_text(tokenizer) if first is not None and first.kind == "text" else ""
 
     def made(some: Iterable[Any]) -> Iterator[tuple[Any, Example]]:
         for row in some:
@@ -234,7 +235,7 @@ def _examples(config: RlhfConfig, rows: Any, tokenizer: Any) -> Iterator[tuple[A
 
 
 def _check_kind(row: Any, first: Any) -> None:
-    """Raise DataError for a row that is a text, where the first is a conversation, or the other way round."""
+    """Raise DataError for a row that is plain text if the first is a conversation, or the other way round."""
     if row.kind != first.kind:
         texts, chats = (row, first) if row.kind == "text" else (first, row)
         raise DataError(
@@ -252,7 +253,7 @@ def _tokens(
     prompt: bool,
     tools: list[Any] | None,
 ) -> Sequence[int]:
-    """Tokens of one conversation of a row; raises Problem where the template refuses it, or loses some of it."""
+    """The tokens of one conversation of a row; raises Problem if the template refuses it or omits a part of it."""
     from shardproof.data.encoding.seen import refusals
 
     if row.kind == "chat":
@@ -266,8 +267,8 @@ def _tokens(
 
 
 def _loses(config: RlhfConfig, example: dict[str, Any], row: Any, length: int, template: Any, tokenizer: Any) -> bool:
-    """Whether cutting a row of so many tokens leaves nothing of its answer, or of its question, without which gkd's
-    trainer ends the run."""
+    """Whether truncating a row of `length` tokens leaves nothing of its answer, or of its question, without which gkd's
+    trainer fails."""
     if config.truncation == "right":
         return _question(example, row, template, tokenizer) >= config.max_length
     if config.truncation == "left" and config.rlhf_type == "gkd":
@@ -276,7 +277,7 @@ def _loses(config: RlhfConfig, example: dict[str, Any], row: Any, length: int, t
 
 
 def _question(example: dict[str, Any], row: Any, template: Any, tokenizer: Any) -> int:
-    """Tokens before the answer."""
+    """The number of tokens before the answer."""
     if row.kind != "chat":
         return len(tokenizer(example["prompt"])["input_ids"])
     before = example["prompt"] if "prompt" in example else example["messages"][:-1]
@@ -285,10 +286,10 @@ def _question(example: dict[str, Any], row: Any, template: Any, tokenizer: Any) 
 
 
 def example_of(config: RlhfConfig, row: Any, seen: Any = None) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
-    """What TRL wants of a row, and the conversations in it. `seen`: what the chat template writes, of conversations.
+    """TRL's example for a row, and the conversations in it. `seen`: what the chat template shows, for conversations.
 
     Raises:
-        Problem: the algorithm would pass over something in the row.
+        Problem: the algorithm would ignore something in the row.
     """
     form, chat = form_of(config), row.kind == "chat"
     _refuse_passed_over(config, row)
@@ -328,7 +329,7 @@ def example_of(config: RlhfConfig, row: Any, seen: Any = None) -> tuple[dict[str
 
 
 def _refuse_passed_over(config: RlhfConfig, row: Any) -> None:
-    """Raise Problem for what the algorithm has no use for in a row."""
+    """Raise Problem for anything in a row that the algorithm would ignore."""
     if config.rlhf_type == "rm" and row.extra.get("margin"):
         raise Problem("it has a 'margin', which is not used here: remove that column")
     if config.taught and row.extra.get("columns", {}).get("teacher_prompt"):
@@ -344,14 +345,14 @@ def _refuse_passed_over(config: RlhfConfig, row: Any) -> None:
 
 
 def _refuse_tools(config: RlhfConfig, row: Any) -> None:
-    """Raise Problem for tools of which TRL's trainer would not tell the model."""
+    """Raise Problem for tools that TRL's trainer would not show to the model."""
     if ALGORITHMS[config.rlhf_type].experimental and row.extra.get("tools"):
         raise Problem(f"it has tools, and with --rlhf-type {config.rlhf_type} the model would not see them")
 
 
 def _check_kept(config: RlhfConfig, rows: Any) -> None:
-    """Raise DataError for a row of a folder in which this run passes over something that the one for which it was
-    encoded did not, and for rows of different kinds, each of which was encoded for itself."""
+    """Raise DataError for a row from a folder of encoded rows in which this run would ignore something, and for rows of
+    different kinds from different folders."""
     refuses = config.rlhf_type == "rm" or config.teacher_model or ALGORITHMS[config.rlhf_type].experimental
     for source, pairs in rows.by_source() if isinstance(rows, Rows) and rows.ready else ():
         _check_kind(rows[pairs[0][0]], rows[0])
@@ -369,5 +370,5 @@ def _check_kept(config: RlhfConfig, rows: Any) -> None:
 
 
 def _bare(turn: dict[str, Any]) -> dict[str, Any]:
-    """A turn as TRL's templates want it."""
+    """A turn as TRL's templates expect it."""
     return {name: value for name, value in turn.items() if name != "loss"}

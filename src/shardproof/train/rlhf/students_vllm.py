@@ -1,4 +1,4 @@
-"""A vLLM that writes the answers of a student, for TRL's GKD, which asks models alone."""
+"""vLLM generates the student's answers for TRL's GKD, which itself can only generate with models."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shardproof.integrations.server import serve_weights
 
 
 class StudentsVllm:
-    """One of TRL's, as its GRPO has it, which is given the weights of each step. Collective: all ranks ask.
+    """TRL's vLLM client as in its GRPO, which is sent the weights at each step. Collective: all ranks call it.
 
     Args:
-        trainer: whose model it has, and accelerator.
-        tokenizer: of that model.
-        how: what else TRL's is made with.
+        trainer: the trainer, for its model and accelerator.
+        tokenizer: the tokenizer of that model.
+        how: the other arguments of TRL's `VLLMGeneration`.
     """
 
     def __init__(self, trainer: Any, tokenizer: Any, how: dict[str, Any]) -> None:
@@ -31,7 +31,7 @@ class StudentsVllm:
     def answers(
         self, prompts: torch.Tensor, mask: torch.Tensor, step: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens, mask and labels of rows with their answers (B, P + T), of `prompts` (B, P), padded on the left."""
+        """Tokens, mask and labels of rows with their answers (B, P + T), for `prompts` (B, P), padded on the left."""
         if step != self._loaded:
             self._vllm.sync_weights()
             self._loaded = step

@@ -1,4 +1,4 @@
-"""What can be known of a teacher before models are loaded, and a teacher that a vLLM server is."""
+"""Checks of a teacher before models are loaded, and a vLLM server as the teacher."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ from shardproof.train.options.rlhf_config import RlhfConfig, draws_answers
 log = logging.getLogger("shardproof")
 
 OPTION = "--teacher-model-server"
-PROBED = 64  # tokens, from all over the vocabulary, whose texts are compared
-ONCE, WORK = 30.0, 1800.0  # seconds a server has for all of an answer: a first question, and rows of a micro-batch
-PAUSES = (1.0, 4.0)  # seconds before a question is asked again that was not answered
-LATER = (408, 429)  # and all from 500: a server that may answer yet
-UNKNOWN = "\ufffd"  # in the text of a token that is a part of a letter
+PROBED = 64  # tokens from across the vocabulary whose texts are compared
+# Seconds until a response must be complete: to the first request, and to the rows of a micro-batch.
+ONCE, WORK = 30.0, 1800.0
+PAUSES = (1.0, 4.0)  # seconds before a failed request is repeated
+LATER = (408, 429)  # and all from 500: the server may respond later
+UNKNOWN = "\ufffd"  # in the text of a token that is only a part of a character
 
-Entries = list[dict[int, float]]  # log-probabilities by token, of each token behind the first
+Entries = list[dict[int, float]]  # log-probabilities by token, for each token after the first
 
 
 def check_topk(config: RlhfConfig) -> None:
-    """Raise ConfigError for more of a teacher's tokens than it has, or the model that learns from it."""
+    """Raise ConfigError if --gkd-logits-topk exceeds the vocabulary of the teacher or the student."""
     for name in ("model", "teacher_model"):
         source = getattr(config, name)
         known = declared(config.model_copy(update={"model": source})) if source and config.gkd_logits_topk else None
         tokens = getattr(known and known.get_text_config(), "vocab_size", None)
-        if tokens and config.gkd_logits_topk > tokens:  # type: ignore[operator]  # there is none without
+        if tokens and config.gkd_logits_topk > tokens:  # type: ignore[operator]  # not None here
             raise ConfigError(
-                f"--gkd-logits-topk {config.gkd_logits_topk}: {source} knows {tokens} tokens. Leave it out to"
+                f"--gkd-logits-topk {config.gkd_logits_topk}: {source} has only {tokens} tokens. Leave it out to"
                 f" compare all of them."
             )
 
 
 def check_served(config: RlhfConfig) -> None:
-    """Raise ConfigError for options that a teacher on a server leaves without a meaning, or that it lacks."""
+    """Raise ConfigError for options that do not work with a teacher on a server, or that it needs."""
     if config.teacher_model_server is None:
         return
     said = f"{OPTION} {config.teacher_model_server}"
@@ -70,10 +71,11 @@ def check_served(config: RlhfConfig) -> None:
 
 
 def check_teacher_server(config: RlhfConfig, processing: Any, report: Any) -> None:
-    """Ask the teacher's server once, before models are loaded. `report`: of the rows, see `PairReport`.
+    """Send one request to the teacher's server before models are loaded. `report`: the `PairReport` of the rows.
 
     Raises:
-        ConfigError: it is away, or tells too few log-probabilities; its tokens are others; rows find no room there.
+        ConfigError: it cannot be reached, returns too few log-probabilities, has another tokenizer, or rows are too
+            long for it.
     """
     if config.teacher_model_server is None:
         return
@@ -82,9 +84,9 @@ def check_teacher_server(config: RlhfConfig, processing: Any, report: Any) -> No
     longest = min(report.longest_kept, config.max_length) + written
     if server.room is not None and longest >= server.room:
         raise ConfigError(
-            f"{OPTION} {server.address} takes {server.room} tokens, one less of a row, and rows have up to {longest}"
-            f"{f', {written} of them answers' if written else ''}. Start it with --max-model-len {longest + 1}, or give"
-            " --max-length and --max-completion-length."
+            f"{OPTION} {server.address} takes rows of fewer than {server.room} tokens, and these have up to {longest}"
+            f"{f', {written} of them answers' if written else ''}. Start it with --max-model-len {longest + 1}, or"
+            " set --max-length and --max-completion-length."
         )
     tokenizer = tokenizer_of(processing)
     ids = [*range(0, len(tokenizer), max(1, len(tokenizer) // PROBED))][: min(PROBED, (server.room or PROBED) - 1)]
@@ -93,25 +95,25 @@ def check_teacher_server(config: RlhfConfig, processing: Any, report: Any) -> No
         ours = tokenizer.decode([token]) if token < len(tokenizer) else None
         if ours is not None and ours != text and UNKNOWN not in ours + text:
             raise ConfigError(
-                f"{OPTION} {server.address}: token {token} of {server.model} is {text!r}, and of {config.model}"
-                f" {ours!r}. The teacher gets the tokens of the model: use one with the same tokenizer."
+                f"{OPTION} {server.address}: token {token} is {text!r} in {server.model}, and {ours!r} in"
+                f" {config.model}. The teacher gets the tokens of the model: use one with the same tokenizer."
             )
 
 
 class TeacherServer:
-    """A vLLM server that says how probable tokens are to its model (`prompt_logprobs`, in OpenAI's form).
+    """A vLLM server that returns the probabilities its model gives to tokens (`prompt_logprobs`, in OpenAI's format).
 
     Args:
-        address: of the server, without a path.
-        topk: how many of the likeliest tokens it is asked for; 0: for none but those that are there.
+        address: the address of the server, without a path.
+        topk: how many of the likeliest tokens to ask for; 0: only for the tokens of the row.
 
     Attributes:
-        model: what the server calls its model.
-        room: how many tokens it takes at once, if it says so.
-        texts: of tokens in the last answer, as far as it says them.
+        model: the server's name for its model.
+        room: the maximum length that it accepts, if it says so.
+        texts: the texts of tokens in the last response, as far as given.
 
     Raises:
-        ConfigError: by each question, if it is not answered as vLLM answers; what the server says is in the text.
+        ConfigError: by each request, if the response is not vLLM's; the message contains what the server said.
     """
 
     def __init__(self, address: str, topk: int) -> None:
@@ -124,15 +126,15 @@ class TeacherServer:
             raise self._other("/v1/models", told) from None
 
     def likeliest(self, ids: Any, mask: Any, learnt: Any, among: int) -> tuple[Any, Any]:
-        """What the likeliest tokens have in each place that is learnt.
+        """The likeliest tokens at each learned position, with their log-probabilities.
 
         Args:
-            ids, mask: of rows (B, T), padded at either end.
-            learnt: whether the token behind a place is learnt (B, T - 1).
-            among: how many tokens the model has that learns; see `losses.likeliest`.
+            ids, mask: those of rows (B, T), padded at either end.
+            learnt: whether the token after a position is learned (B, T - 1).
+            among: the vocabulary size of the student; see `losses.likeliest`.
 
-        Returns: log-probabilities [places, topk] in float32, and tokens [places, topk], in the order of `learnt`;
-            `ABSENT` in place of tokens that the model does not have.
+        Returns: log-probabilities [positions, topk] in float32, and tokens [positions, topk], in the order of `learnt`;
+            `ABSENT` for tokens that the student does not have.
         """
         import torch
 
@@ -164,7 +166,7 @@ class TeacherServer:
         self._told_beyond = True
 
     def logps(self, ids: Any, mask: Any, keep: int) -> Any:
-        """Log-probabilities of the last `keep` tokens of rows (B, T), in float32; 0 where nothing stands."""
+        """Log-probabilities of the last `keep` tokens of rows (B, T), in float32; 0 for padding."""
         import torch
 
         behind = mask[:, 1:].bool().clone()
@@ -176,19 +178,19 @@ class TeacherServer:
         return logps[:, behind.shape[1] - keep :]
 
     def _of(self, ids: Any, mask: Any, wanted: Any) -> Entries:
-        """What there is of the tokens behind the places that are `wanted` (B, T - 1), row by row."""
+        """The entries for the tokens after the positions that are `wanted` (B, T - 1), row by row."""
         real = mask.bool()
         asked = [b for b in range(len(ids)) if wanted[b].any()]
         found = self.asked([ids[b][real[b]].tolist() for b in asked], WORK) if asked else []
         entries: Entries = []
         for b, of_row in zip(asked, found, strict=True):
-            places = (real[b].cumsum(0) - 2)[1:][wanted[b]]  # of tokens behind the first of the row
+            places = (real[b].cumsum(0) - 2)[1:][wanted[b]]  # positions counted from the second token of the row
             entries += [of_row[place] for place in places.tolist()]
         return entries
 
     def asked(self, rows: list[list[int]], seconds: float) -> list[Entries]:
-        """What the server says of rows of tokens: of each token behind the first, the log-probabilities of it and of
-        the likeliest ones."""
+        """The server's response for rows of tokens: for each token after the first, the log-probabilities of this token
+        and of the likeliest ones."""
         question = {
             "model": self.model,
             "prompt": rows,
@@ -217,7 +219,7 @@ class TeacherServer:
         return entries
 
     def _check(self, rows: list[list[int]], entries: list[Entries]) -> None:
-        """Raise ConfigError for answers about other tokens than these, or fewer of the likeliest ones."""
+        """Raise ConfigError for a response about other tokens, or with fewer of the likeliest ones."""
         if [len(row) - 1 for row in rows] != [len(of_row) for of_row in entries]:
             told = [len(of_row) + 1 for of_row in entries]
             raise ConfigError(
@@ -242,12 +244,12 @@ class TeacherServer:
 
     def _other(self, path: str, told: Any) -> ConfigError:
         return ConfigError(
-            f"{OPTION} {self.address}{path} does not answer as vLLM does, but with {json.dumps(told)[:200]}.\n"
+            f"{OPTION} {self.address}{path} does not respond like vLLM, but with {json.dumps(told)[:200]}.\n"
             f"Start one with: {start(self.topk)}"
         )
 
     def _answer(self, path: str, question: Any, seconds: float) -> Any:
-        """What the server answers; it is asked again where nobody did."""
+        """The server's response; the request is repeated if there is none."""
         body = None if question is None else json.dumps(question).encode()
         request = urllib.request.Request(f"{self.address}{path}", body, {"Content-Type": "application/json"})
         problem = ""
@@ -262,10 +264,10 @@ class TeacherServer:
                     raise self._refused(path, refusal, said)
                 else:
                     problem = f"{refusal.code} {refusal.reason}: {said}".strip()
-            except (OSError, http.client.HTTPException) as error:  # nobody, a broken line
+            except (OSError, http.client.HTTPException) as error:  # no server, or a broken connection
                 reason = getattr(error, "reason", None) or error
                 problem = str(reason) or type(error).__name__
-                if isinstance(reason, TimeoutError):  # it would be as long once more
+                if isinstance(reason, TimeoutError):  # another attempt would take as long
                     problem = f"{problem} after {seconds:g} s"
                     break
             if pause is not None and seconds != ONCE:
@@ -290,7 +292,7 @@ class TeacherServer:
 
 
 def _said(request: urllib.request.Request, seconds: float) -> tuple[str, urllib.error.HTTPError | None]:
-    """What is answered, and as which error, all of it within so many seconds: a timeout of a socket begins anew with
+    """The response, and the HTTP error if it is one, complete within `seconds`: a socket timeout starts again with
     every byte."""
     answer = Future[tuple[str, urllib.error.HTTPError | None]]()
 
@@ -300,7 +302,7 @@ def _said(request: urllib.request.Request, seconds: float) -> tuple[str, urllib.
         except BaseException as error:  # the caller's
             answer.set_exception(error)
 
-    threading.Thread(target=ask, daemon=True).start()  # one that is late is left alone: the run ends
+    threading.Thread(target=ask, daemon=True).start()  # a late one is left alone, since the run ends
     try:
         return answer.result(seconds)
     except TimeoutError:
@@ -317,5 +319,5 @@ def _read(request: urllib.request.Request, seconds: float) -> tuple[str, urllib.
 
 
 def start(topk: int) -> str:
-    """What starts a server that says as much."""
+    """The command that starts a server with this limit."""
     return f"vllm serve MODEL{f' --max-logprobs {topk}' if topk else ''}"

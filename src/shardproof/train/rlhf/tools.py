@@ -1,7 +1,7 @@
-"""Functions that the model may call while it writes an answer (--tools of grpo).
+"""Functions that the model may call while it generates an answer (--tools in grpo).
 
-TRL describes them to the model in its chat template, runs what an answer calls, and has the model go on with what came
-out, until an answer calls nothing more. What functions return is in the answer, and is not learnt.
+TRL describes them to the model through its chat template, runs the calls in an answer, and has the model continue with
+the results until there are no more calls. Results are part of the answer but are not learned.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ OPTION = "--tools"
 
 
 def check_tools(config: RlhfConfig) -> None:
-    """Raise ConfigError for a function that cannot be found, without running any code."""
+    """Raise ConfigError for a function that does not exist, without running any code."""
     check_named(config, OPTION, "function", "two functions are called {}, and the model could not tell them apart")
 
 
 def check_named(config: RlhfConfig, option: str, word: str, twice: str) -> None:
-    """Raise ConfigError for something in a file that answers cannot call. `twice`: why names have to differ."""
+    """Raise ConfigError for a function or class that answers cannot call. `twice`: why names have to differ."""
     named: list[str] = getattr(config, option.removeprefix("--"))
     for name in named:
         if not is_in_file(name):
@@ -48,19 +48,19 @@ def check_named(config: RlhfConfig, option: str, word: str, twice: str) -> None:
 
 
 def load_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
-    """The functions, with what they return as texts.
+    """The functions, with their results as text.
 
     Raises:
-        ConfigError: as `descriptions` does.
+        ConfigError: as in `descriptions`.
     """
     descriptions(names)
     return [telling(function_of(OPTION, name)) for name in names]
 
 
 def telling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with what it returns as a text: TRL takes lists for the parts of a turn, of which chat templates of
-    models of text write down nothing. One that wants to end the process has failed, as any that raises, and so
-    has one that panics in Rust, which is no Exception."""
+    """The function, with its result as text: TRL treats lists as the parts of a turn, which the chat templates of text
+    models do not render. A function that tries to exit the process has failed like any that raises, and so has a panic
+    in Rust, which is not an Exception."""
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
@@ -89,26 +89,27 @@ def _staying() -> Iterator[None]:
 
 
 def _as_text(value: Any) -> str:
-    """Raises ValueError for a picture, which the model is told as any other failure of a call."""
+    """Raises ValueError for an image, which the model sees like any other failure of a call."""
     parts = value if isinstance(value, list) and value and all(isinstance(part, dict) for part in value) else []
     if any(part.get("type") == "image" and "image" in part for part in parts):
-        raise ValueError("it returned a picture, but answers can continue with text only")
+        raise ValueError("it returned an image, but answers can continue with text only")
     if parts and all(part.get("type") == "text" and "text" in part for part in parts):
         return whole_text("".join(str(part["text"]) for part in parts))
     return whole_text(str(value))
 
 
 def whole_text(text: str) -> str:
-    """With a mark in place of half a character (of a file's name that is no UTF-8), which no tokenizer takes."""
+    """The text with '?' in place of lone surrogates (from a file name that is not UTF-8), which tokenizers do not
+    accept."""
     return text.encode(errors="replace").decode()
 
 
 def descriptions(names: Sequence[str]) -> list[dict[str, Any]] | None:
-    """What chat templates tell the model of these functions, or None where there are none.
+    """The descriptions of these functions for chat templates, or None if there are none.
 
     Raises:
-        ConfigError: a file fails when it is run, a function does not say what it does, in its docstring and the
-            types of its arguments, or two of them have one name of their own, by which the model calls them.
+        ConfigError: a file fails when it is run, a function lacks a docstring or types of arguments, or two have the
+            same `__name__`, by which the model calls them.
     """
     found = [description_of(OPTION, name, function_of(OPTION, name)) for name in names]
     named: dict[str, str] = {}
@@ -124,15 +125,15 @@ def descriptions(names: Sequence[str]) -> list[dict[str, Any]] | None:
 
 
 def own_name(description: dict[str, Any]) -> str:
-    """By which the model calls the function."""
+    """The name by which the model calls the function."""
     return str(description["function"]["name"])
 
 
 def description_of(option: str, name: str, function: Any) -> dict[str, Any]:
-    """What chat templates tell the model of a function.
+    """The description of a function for chat templates.
 
     Raises:
-        ConfigError: it does not say what it does, or gives several answers.
+        ConfigError: it has no usable docstring and types, or is a generator.
     """
     from transformers.utils import get_json_schema
 
@@ -141,7 +142,7 @@ def description_of(option: str, name: str, function: Any) -> dict[str, Any]:
 
     try:
         return dict(get_json_schema(function))
-    except Exception as error:  # several kinds of its own
+    except Exception as error:  # it raises several types of its own
         why = first_line(error).rstrip(".!")
         raise ConfigError(
             f"{option} {name}: {why}.\nThe model learns what a function does from its docstring (Google style, with"
@@ -150,7 +151,7 @@ def description_of(option: str, name: str, function: Any) -> dict[str, Any]:
 
 
 def check_called(config: RlhfConfig, processing: Any) -> None:
-    """Raise ConfigError for a chat template that has no words for calls, or from whose answers none can be read."""
+    """Raise ConfigError for a chat template without function calls, or whose calls TRL cannot parse."""
     option = OPTION if config.tools else "--environments"
     if not (config.tools or config.environments):
         return

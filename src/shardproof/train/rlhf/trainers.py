@@ -1,4 +1,4 @@
-"""TRL's trainers as `shardproof rlhf` runs them: sharded, with rows in our order, and answers written down."""
+"""TRL's trainers as `shardproof rlhf` runs them: sharded, with rows in our order, and with answers logged."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from shardproof.train.rlhf.pictures import are_pictured, with_others
 
 
 class Judged(RlhfMixin):
-    """KTO. The mismatched answers, from which it estimates how far the model is from the reference, are made by
-    turning the answers of a micro-batch round. TRL does that when it prepares the rows, so their order stays; and here
-    a micro-batch is that of all ranks together, over which the estimate is averaged."""
+    """KTO. To estimate how far the model is from the reference, it uses mismatched answers, made by rotating the
+    answers within a micro-batch. TRL does this when it prepares the rows, so their order is fixed from then on. Here
+    the micro-batches of all ranks count as one, over which the estimate is averaged."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         seed = kwargs.pop("order_seed")
         batch, wanted, rows = kwargs["batch"], kwargs["args"], kwargs["train_dataset"]
-        order = np.random.default_rng(seed).permutation(len(rows)).tolist()  # that of `Dataset.shuffle`
+        order = np.random.default_rng(seed).permutation(len(rows)).tolist()  # the same as `Dataset.shuffle`
         kwargs["train_dataset"] = rows.select(order)
-        # Of rows with files TRL prepares nothing. Evaluation: see evaluation.py
+        # TRL does not prepare rows with files. For evaluation, see evaluation.py.
         self._together = {"train_dataset": batch.micro * batch.readers, "eval_dataset": batch.micro}
         for name, together in self._together.items():
             if kwargs[name] is not None and are_pictured(kwargs[name]) and wanted.loss_type != "apo_zero_unpaired":
@@ -77,6 +77,6 @@ _KINDS: dict[str, type[RlhfMixin]] = {
 
 @functools.cache
 def trainer_class(trainer: type[Any]) -> type[Any]:
-    """The class that runs this trainer of TRL's in our commands."""
+    """The class that runs this TRL trainer in our commands."""
     mixin = _KINDS.get(trainer.__name__, RlhfMixin)
     return type(f"Sharded{trainer.__name__}", (mixin, trainer), {"__module__": __name__})

@@ -1,4 +1,4 @@
-"""Options that mean something to some variants of an algorithm only: TRL ignores them elsewhere, or fails late."""
+"""Options that apply only to some variants of an algorithm: elsewhere TRL ignores them, or fails late."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shardproof.train.options.rlhf_config import CHORD, FIPO, REWARDED, RlhfConf
 
 log = logging.getLogger("shardproof")
 
-LOSS = {"dpo": "sigmoid", "cpo": "sigmoid", "grpo": "dapo"}  # TRL's, where none is named
+LOSS = {"dpo": "sigmoid", "cpo": "sigmoid", "grpo": "dapo"}  # TRL's defaults
 
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-# The losses that look at an option.
+# The losses that use an option.
 OF_LOSSES: dict[str, dict[str, tuple[str, ...]]] = {
     "dpo": {
         "label_smoothing": ("robust", "exo_pair", "aot", "aot_unpaired"),
@@ -26,7 +26,7 @@ OF_LOSSES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "grpo": {
         **dict.fromkeys(FIPO, ("fipo",)),
-        "epsilon": (*_CLIPPED, "fipo", "cispo"),  # of which --epsilon-high is the default
+        "epsilon": (*_CLIPPED, "fipo", "cispo"),  # also the default of --epsilon-high
         "epsilon_high": (*_CLIPPED, "fipo", "cispo"),
         "delta": (*_CLIPPED, "fipo"),
         "importance_sampling_level": (*_CLIPPED, "cispo", "sapo"),
@@ -38,14 +38,14 @@ OF_LOSSES: dict[str, dict[str, tuple[str, ...]]] = {
 _OF_PAIRS = tuple(f"{what}/{which}" for what in ("rewards", "logps", "logits") for which in ("chosen", "rejected"))
 _COMPARED = (*_OF_PAIRS, "rewards/margins", "rewards/accuracies")
 DISTANCES = ("kl", "teacher_kl")
-OF_REWARDS = ("reward", "frac_reward_zero_std")  # begins of names
+OF_REWARDS = ("reward", "frac_reward_zero_std")  # prefixes of names
 _OF_ANSWERS = (
     *("reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "aux_loss"),
     *(f"completions/{most}_{length}" for length in ("length", "terminated_length") for most in ("mean", "min", "max")),
     *("completions/clipped_ratio", "clip_ratio/low_mean", "clip_ratio/low_min", "clip_ratio/high_mean"),
     *("clip_ratio/high_max", "clip_ratio/region_mean"),
 )
-# What TRL's evaluations tell besides the loss, in any variant.
+# Metrics of TRL's evaluations besides the loss, in all variants.
 FIGURES: dict[str, tuple[str, ...]] = {
     "dpo": (*_COMPARED, "entropy", "mean_token_accuracy", "aux_loss"),
     "kto": (*_OF_PAIRS, "rewards/margins", "kl", "entropy", "aux_loss"),
@@ -71,7 +71,7 @@ _ADAPTIVE: tuple[_NEEDS, str] = (
     "--trl-arguments use_adaptive_entropy=yes",
 )
 _VLLM: tuple[_NEEDS, str] = (lambda config: config.use_vllm, "--use-vllm")
-# Arguments of TRL's that are looked at beside an option only: whether it is there, and how it is written.
+# TRL arguments that only have an effect with an option: whether it is given, and how it is written.
 BESIDE: dict[str, tuple[_NEEDS, str]] = {
     "ref_model_mixup_alpha": (lambda config: config.sync_ref_steps, "--sync-ref-steps"),
     "f_alpha_divergence_coef": (
@@ -88,12 +88,12 @@ BESIDE: dict[str, tuple[_NEEDS, str]] = {
         _VLLM,
     ),
 }
-# Options of ours of which the same is true.
+# The same for our options.
 OPTIONS_BESIDE: dict[str, tuple[_NEEDS, str]] = {
     "max_tool_calling_iterations": (lambda config: config.tools or config.environments, "--tools or --environments"),
     "use_vllm": (
         lambda config: config.rlhf_type != "gkd" or config.lmbda,
-        "a --lmbda above 0: the student writes none",
+        "a --lmbda above 0: the student generates no answers",
     ),
     "sft_alpha": (lambda config: config.lmbda < 1, "a --lmbda below 1: all answers are the student's own"),
     "teacher_kl_coef": (lambda config: config.taught, "--teacher-model"),
@@ -102,20 +102,21 @@ OPTIONS_BESIDE: dict[str, tuple[_NEEDS, str]] = {
     "max_resample_times": (lambda config: config.dynamic_sample, "--dynamic-sample"),
     "kl_in_reward": (lambda config: not config.kl_in_reward or refers(config), "--beta above 0"),
 }
-# What TRL has an f-divergence for, and cannot weigh by how likely answers are.
+# Losses that TRL has f-divergences for; below, those divided by --beta and those it cannot weight by likelihood.
 DIVERGING = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 DIVIDED = ("ipo", "sppo_hard", "simpo", "alphapo")  # by --beta
 UNWEIGHED = ("aot", "aot_unpaired", "hinge", "sft")
-WITH_DROPOUT = ("grpo", "rloo", "ppo")  # in the others TRL turns off all that a model has, adapters' too
+# These keep dropout; in the others, TRL turns it off in the whole model, including adapters.
+WITH_DROPOUT = ("grpo", "rloo", "ppo")
 
 
 def refers(config: RlhfConfig) -> bool:
-    """Whether an algorithm that generates compares with a reference."""
+    """Whether an algorithm that generates uses a reference."""
     return bool(config.beta) or (config.beta is None and config.rlhf_type != "grpo")
 
 
 def check_variant(config: RlhfConfig) -> None:
-    """Raise ConfigError for an option that the loss or another option leaves without a meaning, or that it lacks."""
+    """Raise ConfigError for an option that has no effect with the loss or another option, or that one of them needs."""
     kind = config.rlhf_type
     losses = config.loss_type or [LOSS.get(kind, kind)]
     for name, known in OF_LOSSES.get(kind, {}).items():
@@ -133,17 +134,17 @@ def check_variant(config: RlhfConfig) -> None:
     _check_best(config)
     if config.beta == 0 and _all_by_beta(config, losses):
         raise ConfigError(
-            f"--beta 0: the loss of {kind} multiplies or divides by --beta, so nothing is learnt with 0. Use a value"
+            f"--beta 0: the loss of {kind} multiplies or divides by --beta, so nothing is learned with 0. Use a value"
             f" above 0, or leave --beta out."
         )
     if kind == "gkd" and config.beta is not None and config.beta > 1:
         raise ConfigError(
-            f"--beta {config.beta:g}: in gkd it must be between 0, the KL divergence, and 1, the reverse one."
+            f"--beta {config.beta:g}: in gkd it must be between 0, the forward KL divergence, and 1, the reverse one."
         )
     for name in ("loss_weights", "reward_weights"):
         weights = getattr(config, name)
         if weights and not any(weights) and not config.environments:
-            raise ConfigError(f"{flag(name)} are all 0, so nothing would be learnt. Give one of them another weight.")
+            raise ConfigError(f"{flag(name)} are all 0, so nothing would be learned. Give at least one another weight.")
     if kind == "dpo":
         _check_dpo(config, losses)
     if kind == "grpo":
@@ -151,16 +152,16 @@ def check_variant(config: RlhfConfig) -> None:
 
 
 def _all_by_beta(config: RlhfConfig, losses: list[str]) -> bool:
-    """Whether all of the loss is multiplied by --beta, or a part of it divided."""
+    """Whether all of the loss is multiplied by --beta, or a part of it divided by it."""
     if config.rlhf_type == "simpo" or (config.rlhf_type in ("dpo", "cpo") and {*losses} & {*DIVIDED}):
         return True
-    if config.rlhf_type == "cpo":  # beside the likelihood of the better answer
+    if config.rlhf_type == "cpo":  # the rest of its loss is the likelihood of the better answer
         return config.cpo_alpha == 0
     return config.rlhf_type == "kto" or (config.rlhf_type == "dpo" and "sft" not in losses)
 
 
 def warn_of_dropout(config: RlhfConfig) -> None:
-    """Say that TRL turns the dropout off that was asked for."""
+    """Warn if TRL turns off the requested dropout."""
     off = config.trl_arguments.get("disable_dropout", config.rlhf_type not in WITH_DROPOUT)
     if off and config.tuner == "lora" and config.lora_dropout:
         log.warning(
@@ -172,14 +173,14 @@ def warn_of_dropout(config: RlhfConfig) -> None:
 
 
 def _check_best(config: RlhfConfig) -> None:
-    """Raise ConfigError for a name that no figure of an evaluation has. Reward functions of one's own may log more, and
-    of reward models nobody knows yet what TRL calls them."""
+    """Raise ConfigError for the name of a metric that evaluations do not have. Custom reward functions may log more,
+    and TRL's names for reward models are not known yet."""
     kind, name = config.rlhf_type, config.best_metric.removeprefix("eval_")
     known = ["loss", *(figure for figure in FIGURES[kind] if figure not in DISTANCES)]
     if name in {*DISTANCES} & {*FIGURES[kind]}:
         raise ConfigError(
             f"--best-metric {config.best_metric}: metrics other than losses are maximised, so the best would be the"
-            " farthest. Use loss, which is that distance where only a teacher judges, or a reward."
+            " farthest. Use loss, which is that distance if only a teacher judges, or a reward."
         )
     if config.by_teacher_alone:
         known = [figure for figure in known if not figure.startswith(OF_REWARDS)]
@@ -192,7 +193,8 @@ def _check_best(config: RlhfConfig) -> None:
     if name not in known:
         hint = did_you_mean(name, known)
         raise ConfigError(
-            f"--best-metric {config.best_metric}: an evaluation of {kind} has the {', '.join(known)}.{hint}"
+            f"--best-metric {config.best_metric}: evaluations of {kind} have no such metric.{hint} They have"
+            f" {', '.join(known)}."
         )
 
 
@@ -203,7 +205,7 @@ def _check_dpo(config: RlhfConfig, losses: list[str]) -> None:
             f" ({' '.join(losses)}): give one for each, in order."
         )
     if "exo_pair" in losses and not config.label_smoothing:
-        raise ConfigError("--loss-type exo_pair needs a --label-smoothing above 0; its paper takes 0.001.")
+        raise ConfigError("--loss-type exo_pair needs a --label-smoothing above 0; its paper uses 0.001.")
     if "robust" in losses and (config.label_smoothing or 0) >= 0.5:
         raise ConfigError(f"--loss-type robust needs a --label-smoothing below 0.5, not {config.label_smoothing}.")
     divergence = config.trl_arguments.get("f_divergence_type", "reverse_kl")
@@ -214,7 +216,7 @@ def _check_dpo(config: RlhfConfig, losses: list[str]) -> None:
         )
     if config.trl_arguments.get("use_weighting") and (others := [loss for loss in losses if loss in UNWEIGHED]):
         raise ConfigError(
-            f"--trl-arguments use_weighting=True and --loss-type {others[0]}: TRL does not weigh this loss. Leave one"
+            f"--trl-arguments use_weighting=True and --loss-type {others[0]}: TRL does not weight this loss. Leave one"
             " of them out."
         )
 
@@ -234,7 +236,7 @@ def _check_advantages(config: RlhfConfig) -> None:
     if config.loss_type == ["fipo"] and config.num_iterations == 1 and (steps is None or (every and steps <= every)):
         raise ConfigError(
             "--loss-type fipo weights tokens by how the model has changed since they were generated, but each answer"
-            " is learnt from only once, before the model changes. Add --num-iterations 2, or more"
+            " is learned from only once, before the model changes. Add --num-iterations 2, or more"
             " --steps-per-generation than"
             " --gradient-accumulation-steps."
         )
@@ -252,8 +254,8 @@ def _check_advantages(config: RlhfConfig) -> None:
 
 
 def _check_compared(config: RlhfConfig, in_reward: bool) -> None:
-    """Raise ConfigError for what compares answers where there is nothing to compare: all are worth 0, but for what the
-    distance to the reference takes off, or one answer stands alone."""
+    """Raise ConfigError for options that compare answers if there is nothing to compare: all rewards are 0 except for
+    the distance to the reference, or there is only one answer."""
     if not config.by_teacher_alone:
         return
     if in_reward and config.generations == 1:
@@ -268,7 +270,7 @@ def _check_compared(config: RlhfConfig, in_reward: bool) -> None:
 
 
 def _said(config: RlhfConfig, name: str) -> str:
-    """An option that is not at its default, as it is written, or nothing."""
+    """An option that is not at its default, as it is written, or an empty string."""
     if name in RlhfConfig.model_fields:
         given = getattr(config, name) != RlhfConfig.model_fields[name].default
         return flag(name) if given else ""

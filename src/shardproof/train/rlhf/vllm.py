@@ -1,4 +1,4 @@
-"""What generates with vLLM, a server or one in each process that trains: asked before models are loaded."""
+"""Generation with vLLM, as a server or inside each training process: checks before models are loaded."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from shardproof.train.options.rlhf_config import RlhfConfig
 
 log = logging.getLogger("shardproof")
 
-# Options of a server, and of a vLLM in the processes.
+# Options for a server, and for a colocated vLLM.
 SERVED = ("vllm_server", "vllm_server_host", "vllm_server_port", "vllm_server_timeout")
 COLOCATED = ("vllm_gpu_memory_utilization", "vllm_max_model_len", "vllm_tensor_parallel_size", "vllm_sleep")
 
 START = """VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "nccl"}' \
 --logprobs-mode processed_logprobs"""
-PAUSE = 2.0  # seconds between two questions
-ANSWER = 5.0  # seconds until a question counts as not answered
+PAUSE = 2.0  # seconds between two attempts
+ANSWER = 5.0  # seconds until an attempt has failed
 
 
 def check_vllm(config: RlhfConfig, world_size: int) -> None:
-    """Raise ConfigError for options of vLLM that contradict each other, or that nobody could act on."""
+    """Raise ConfigError for vLLM options that contradict each other or have no effect."""
     given = [name for name in (*SERVED, *COLOCATED, "vllm_mode") if _is_given(config, name)]
     if given and not config.use_vllm:
         what = "a vLLM server" if given[0] in SERVED else "vLLM"
@@ -55,18 +55,18 @@ def check_vllm(config: RlhfConfig, world_size: int) -> None:
 
 
 def together_by(config: RlhfConfig) -> str | None:
-    """The option for which all ranks ask vLLM at once, and why; None: each asks when it likes."""
+    """The option that makes all ranks call vLLM at once, and why; None: each rank calls it on its own."""
     if not config.use_vllm:
         return None
     if config.vllm_mode == "server":
         return "--use-vllm: TRL asks the server for all ranks at once"
     if config.vllm_tensor_parallel_size > 1:
-        return "--vllm-tensor-parallel-size: processes that share a vLLM ask it at once"
+        return "--vllm-tensor-parallel-size: processes that share a vLLM call it at once"
     return "--vllm-sleep: vLLM wakes up without weights, which all ranks gather at once" if config.vllm_sleep else None
 
 
 def vllm_arguments(config: RlhfConfig) -> dict[str, Any]:
-    """What TRL's configuration takes of a run that generates with vLLM."""
+    """The arguments of TRL's configuration for generation with vLLM."""
     own: dict[str, Any] = {"use_vllm": True, "vllm_mode": config.vllm_mode}
     if config.vllm_mode == "server":
         return own | {
@@ -81,7 +81,7 @@ def vllm_arguments(config: RlhfConfig) -> dict[str, Any]:
 
 
 def of_student(config: RlhfConfig, model_config: Any, at_once: int) -> dict[str, Any]:
-    """What TRL's `VLLMGeneration` is made with where its trainer makes none; `at_once`: answers to a process."""
+    """The arguments of TRL's `VLLMGeneration` if its trainer does not create one; `at_once`: answers per process."""
     colocated = config.vllm_mode == "colocate"
     where: dict[str, Any] = {"server_base_url": config.vllm_address, "server_timeout": config.vllm_server_timeout}
     if colocated:
@@ -97,14 +97,14 @@ def of_student(config: RlhfConfig, model_config: Any, at_once: int) -> dict[str,
 
 
 def vllm_generates(without: Sequence[int], stop: Sequence[str]) -> dict[str, Any]:
-    """What keeps vLLM from drawing tokens, and ends answers at texts: it knows no `suppress_tokens`, and cuts a bias at
-    100."""
+    """Arguments that keep vLLM from sampling the tokens `without`, and end answers at the texts `stop`. vLLM has no
+    `suppress_tokens`, and limits a bias to 100."""
     return ({"logit_bias": dict.fromkeys(without, -100.0)} if without else {}) | ({"stop": [*stop]} if stop else {})
 
 
 def room_of(config: RlhfConfig, model_config: Any) -> int:
-    """Tokens that a vLLM in the processes has room for: as many as rows and answers need, if nobody says. Beyond the
-    positions that a model's config names it would not start."""
+    """The longest sequence of a colocated vLLM: by default what rows and answers need. It does not start with more than
+    the positions in the model's config."""
     if config.vllm_max_model_len:
         return config.vllm_max_model_len
     known = getattr(model_config.get_text_config(), "max_position_embeddings", None)
@@ -113,11 +113,10 @@ def room_of(config: RlhfConfig, model_config: Any) -> int:
 
 
 def check_fits(config: RlhfConfig, rows: Any) -> None:
-    """See that vLLM can be sent weights, and that one in the processes starts, and has room for these rows, as the
-    recipe has encoded them.
+    """Check that vLLM can be sent weights, and that a colocated one starts and has room for these encoded rows.
 
     Raises:
-        ConfigError: its weights are packed, it would not start, or end at the longest prompt.
+        ConfigError: the weights are packed, vLLM would not start, or the longest prompt leaves no room for an answer.
     """
     if config.use_vllm and said_by(config.model, "config.json").get("quantization_config"):
         raise ConfigError(
@@ -125,7 +124,7 @@ def check_fits(config: RlhfConfig, rows: Any) -> None:
             f"\nUnpack it first: shardproof export {config.model} FOLDER, and name that folder as --model."
         )
     known = declared(config) if config.use_vllm and config.vllm_mode == "colocate" else None
-    if known is None or config.rlhf_type == "gkd":  # of whose rows the answers may be the longest part
+    if known is None or config.rlhf_type == "gkd":  # in gkd, answers may be the longest part of rows
         return
     said, positions = config.vllm_max_model_len, rotary_positions(known)
     plain = (getattr(known.get_text_config(), "rope_parameters", None) or {}).get("rope_type") == "default"
@@ -139,8 +138,8 @@ def check_fits(config: RlhfConfig, rows: Any) -> None:
     if longest >= room:
         raise ConfigError(
             f"{rows.report.longest_at}: the prompt has {longest} tokens, and {why}, so there is no room for an answer."
-            f" {'Raise it, or give' if said else 'Give'} --max-length {max(room - 1, 2)}: this leaves longer prompts"
-            f" out."
+            f" {'Raise it, or set' if said else 'Set'} --max-length {max(room - 1, 2)} to drop longer"
+            f" prompts."
         )
     if longest + config.max_completion_length > room:
         log.warning(
@@ -157,7 +156,7 @@ def check_server(config: RlhfConfig) -> None:
     """Raise ConfigError if there is no accelerator to send weights from, or the server is not up in time."""
     from shardproof.zero.device import default_device
 
-    if default_device().type != "cuda":  # ROCm's devices bear that name too
+    if default_device().type != "cuda":  # ROCm devices have that type too
         raise ConfigError(
             "--use-vllm: weights are sent to the server over NCCL, from GPU to GPU, and there is no GPU"
             " here.\nWithout --use-vllm the sharded model generates."
@@ -174,7 +173,7 @@ def check_server(config: RlhfConfig) -> None:
 
 
 def _problem(address: str) -> str:
-    """Why the server cannot be asked, or nothing."""
+    """Why the server cannot be reached, or an empty string."""
     try:
         with urllib.request.urlopen(f"{address}/health", timeout=ANSWER):
             return ""

@@ -1,1 +1,1 @@
-"""Classifiers and regressions: labels, measures, the recipe, and a trained one that is asked."""
+"""Classification and regression: labels, metrics, the recipe, and inference with a trained model."""

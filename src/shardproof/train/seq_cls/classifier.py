@@ -1,4 +1,4 @@
-"""Ask a trained classifier, or a regression, for the labels of texts."""
+"""Label texts with a trained classifier or regression model."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from shardproof.train.seq_cls import measures
 
 
 class Classifier(Loaded):
-    """A model that gives labels, and its tokenizer.
+    """A model that predicts labels, and its tokenizer.
 
     Args:
-        labels: those of the model in `folder`.
-        system: for conversations that have none.
-        template, variables: in place of the tokenizer's own, as `set_template` takes them.
-        plain: texts are read as they stand, without a template.
+        labels: the labels of the model in `folder`.
+        system: the system message for conversations that have none.
+        template, variables: used instead of the tokenizer's own, see `set_template`.
+        plain: texts are read as they are, without a template.
         stage: as for `Loaded`.
-        media: the options about files; those that are not set are as in the run.
+        media: the options for files; those that are not set are as in the run.
 
     Attributes:
-        takes_files: whether the model does.
+        takes_files: whether the model takes files.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Classifier(Loaded):
         return load_judge(source, self.tokenizer.pad_token_id, self.labels, **options)
 
     def logits(self, rows: Sequence[Row]) -> Any:
-        """In fp32, of shape (rows, names). With several ranks all call it, with rows of their own, or none. What is
-        longer than the model can read loses its end.
+        """Logits in fp32, of shape (rows, names). With several ranks, all call this, with their own rows or none. Rows
+        that are too long for the model are truncated.
 
         Raises:
             ConfigError: a row cannot be read by this model.
@@ -107,8 +107,8 @@ class Classifier(Loaded):
         return {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
     def said(self, logits: Any) -> dict[str, Any]:
-        """What the logits of a row say: the label (several: a list; of a regression the number or numbers) as
-        `response`, and `probabilities` by name."""
+        """The prediction from the logits of a row: the label as `response` (a list if there may be several, numbers in
+        a regression), and `probabilities` by name."""
         values, problem = logits.tolist(), self.labels.problem
         if problem == REGRESSION:
             return {"response": values[0] if len(values) == 1 else values}
@@ -129,15 +129,15 @@ def classify_rows(
     at_once: int,
     bad_rows: BadRows = "stop",
 ) -> tuple[Iterator[tuple[int, int, Sequence[BadRow]]], Callable[[], tuple[int, dict[str, float]]]]:
-    """Give every row of `dataset` its label and write a line for each: what the row had, `messages`, and what `said`
-    says, with the row's own label as `labels` (or null). So the file is a dataset, too.
+    """Label every row of `dataset` and write a line for each: the columns of the row, `messages`, and the result of
+    `said`, with the row's own label as `labels` (or null). So the file is itself a dataset.
 
-    Returns: what `write_lines` yields, and a function for the end that gives how many rows had labels of their own, and
-    the measures of these. All ranks call it.
+    Returns: the iterator of `write_lines`, and a function to call at the end, which returns how many rows had their own
+        labels, and the metrics over these. All ranks call it.
 
     Raises:
-        DataError: a row cannot be read, or has a label that there is not; nothing is asked then.
-        ConfigError: the model takes rows one by one only.
+        DataError: a row cannot be read, or has an unknown label. Then nothing is written.
+        ConfigError: the model can only process rows one by one.
     """
     import torch
 

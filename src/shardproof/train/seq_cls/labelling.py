@@ -1,4 +1,4 @@
-"""The labels of a run and of a model folder, and the model that gives them."""
+"""The labels of a run and of a model folder, and the model that predicts them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from shardproof.train.model.loading import TINY, load_model
 from shardproof.train.model.reward_models import judges
 from shardproof.train.options.config import SftConfig
 
-MANY = 100  # labels: more are written in a file, and not on a line
-FILE = "labels.json"  # beside adapters, whose own files do not say what they tell apart
-RELEVANCE = Labels(("relevance",), REGRESSION)  # what a reranker gives
+MANY = 100  # labels: more are suggested as a file rather than on a line
+FILE = "labels.json"  # beside adapters, whose own files do not name labels
+RELEVANCE = Labels(("relevance",), REGRESSION)  # the label of a reranker
 HEADS = ("score", "classifier")  # modules that PEFT trains in full by itself
 
 
 def labels_of(config: SftConfig) -> Labels:
-    """The labels that the options name, or those of a --model that is a classifier already.
+    """The labels that the options name, or those of a --model that is already a classifier.
 
     Raises:
-        ConfigError: nothing says how many there are, or two things say something else.
+        ConfigError: their number is not known, or contradictory.
     """
     if config.task == "reranker":
         return RELEVANCE
@@ -61,7 +61,7 @@ def labels_of(config: SftConfig) -> Labels:
 
 
 def _suggested(config: SftConfig) -> str:
-    """The option that fits the rows, or nothing."""
+    """The option that fits the rows, or an empty string."""
     from shardproof.data.rows import read_rows
 
     def with_label(record: Any, columns: Mapping[str, str] | None) -> Normal:
@@ -73,18 +73,18 @@ def _suggested(config: SftConfig) -> str:
     try:
         rows = read_rows(config.dataset, columns=config.columns, form=Form(with_label, ""), bad_rows="skip")
     except DataError:
-        return ""  # which is told when they are read
+        return ""  # reported when they are read
     found = {row.extra[LABEL] for row in rows if isinstance(row.extra[LABEL], (str, int))}
     numbers = {int(label) for label in found if not isinstance(label, str) or label.isdecimal()}
     if found and len(numbers) == len(found):
-        return f"\nThose of the rows go up to {max(numbers)}: --num-labels {max(numbers) + 1}"
+        return f"\nThe labels in the rows go up to {max(numbers)}: --num-labels {max(numbers) + 1}"
     texts = sorted(label for label in found if isinstance(label, str))
     if len(texts) > MANY:
         return (
-            f"\nThose of the rows are {len(texts):,} ({some_labels(texts)}): --label-names FILE.txt, with a name on"
+            f"\nThe rows have {len(texts):,} labels ({some_labels(texts)}): --label-names FILE.txt, with a name on"
             " each line"
         )
-    return f"\nThose of the rows are {len(texts)}: --label-names {shlex.join(texts)}" if texts else ""
+    return f"\nThe rows have {len(texts)} labels: --label-names {shlex.join(texts)}" if texts else ""
 
 
 def _names(given: list[str]) -> list[str]:
@@ -102,7 +102,7 @@ def _names(given: list[str]) -> list[str]:
 
 
 def resolved(config: SftConfig, labels: Labels) -> SftConfig:
-    """The options with these labels written out: so they stand in config.yaml, wherever they came from."""
+    """The options with these labels made explicit, for config.yaml, wherever they came from."""
     names = list(labels.names) if labels.named else []
     return config.model_copy(
         update={"num_labels": len(labels.names), "label_names": names, "problem_type": labels.problem}
@@ -110,13 +110,12 @@ def resolved(config: SftConfig, labels: Labels) -> SftConfig:
 
 
 def labels_in(folder: Path) -> Labels | None:
-    """The labels that the model in a folder gives, or the adapters in it; None of any other model, and of one that
-    rewards."""
+    """The labels of the model or adapters in a folder; None for any other model, and for reward models."""
     if not judges(folder):
         return None
     file = folder / FILE
     if not file.is_file():
-        if (folder / ADAPTER).is_file():  # made by rlhf, or by others
+        if (folder / ADAPTER).is_file():  # from rlhf, or from elsewhere
             return None
         file = folder / "config.json"
     said = json.loads(file.read_text(encoding="utf-8"))
@@ -126,20 +125,20 @@ def labels_in(folder: Path) -> Labels | None:
     else:
         found = Labels(tuple(names[key] for key in sorted(names, key=int)), SINGLE)
     if len(found.names) == 1 and said.get("problem_type") is None:
-        return None  # a reward
+        return None  # a reward model
     return dataclasses.replace(found, problem=said.get("problem_type") or found.problem)
 
 
 def write_labels(folder: Path, labels: Labels) -> None:
-    """Of adapters. The config of a whole model says them."""
+    """Write the labels of adapters. A full model has them in its config."""
     if (folder / ADAPTER).is_file():
         (folder / FILE).write_text(json.dumps(labels.config, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 def load_classifier(source: str, config: SftConfig, labels: Labels, **more: Any) -> tuple[Any, dict[str, Any]]:
-    """The model of `source` with a head for these labels, new where it has none, and what is said of its load.
+    """The model of `source` with a head for these labels, which is new if it has none, and the loading info.
 
-    The arguments are those of `load_model`. It does not know yet what batches are padded with.
+    The arguments are those of `load_model`. The model does not know the padding token yet.
     """
     found: tuple[Any, dict[str, Any]]
     found = load_model(source, config, SCORER, output_loading_info=True, **labels.config, **more)
@@ -147,7 +146,7 @@ def load_classifier(source: str, config: SftConfig, labels: Labels, **more: Any)
 
 
 def new_modules(missing: Any) -> list[str]:
-    """Modules that the files lack, but for those that PEFT trains anyway: adapters on what was made at random would be
-    on something else when they are loaded."""
+    """Modules that are missing in the files, except for those that PEFT trains anyway: adapters on randomly initialised
+    modules would be on different values when they are loaded."""
     paths = {str(name).rpartition(".")[0] for name in missing}
     return sorted(path for path in paths if path.partition(".")[0] not in HEADS)

@@ -1,4 +1,4 @@
-"""How good labels are, as sums over rows: added up over batches and ranks they are those of one process."""
+"""Metrics for labels, as sums over rows: summed over batches and ranks, they equal those of one process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from shardproof.data.forms.labels import REGRESSION, SINGLE, Labels
 
 
 class LabelLoss:
-    """The loss of labels, in fp32: cross entropy, or of each label that of its yes or no, or the square of what is off;
-    the mean over the labels of a row, and the sum over rows divided by the rows of the step.
+    """The loss for labels, in fp32: cross entropy, binary cross entropy for each label, or the squared error. It is the
+    mean over the labels of a row, summed over rows and divided by the number of rows in the step.
 
-    These are the losses of transformers' own models of sequence classification for the same `problem_type`.
+    These are the losses of sequence classification models in transformers for the same `problem_type`.
     """
 
     def __init__(self, labels: Labels) -> None:
         self.labels = labels
 
     def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        logits = outputs["logits"][: len(labels)].float()  # (rows, names), none of a batch whose rows are all lost
+        logits = outputs["logits"][: len(labels)].float()  # (rows, names); no rows in a batch whose rows are all lost
         rows = len(labels) if num_items_in_batch is None else num_items_in_batch
         if self.labels.problem == SINGLE:
             return functional.cross_entropy(logits, labels, reduction="sum") / rows
@@ -31,12 +31,12 @@ class LabelLoss:
 
 
 def width(labels: Labels) -> int:
-    """How many sums there are."""
+    """The number of sums."""
     return 7 * len(labels.names) if labels.problem == REGRESSION else 2 + 3 * len(labels.names)
 
 
 def sums(labels: Labels, logits: torch.Tensor, given: torch.Tensor) -> list[float]:
-    """Of a batch of logits (rows, names) and labels as `collate_labelled` gives them."""
+    """The sums for a batch of logits (rows, names), with labels from `collate_labelled`."""
     logits, given, count = logits[: len(given)].detach().cpu().double(), given.cpu(), len(labels.names)
     if labels.problem == REGRESSION:
         given = given.double()
@@ -52,14 +52,14 @@ def sums(labels: Labels, logits: torch.Tensor, given: torch.Tensor) -> list[floa
 
 
 def means(labels: Labels, added: list[float]) -> dict[str, float]:
-    """What the sums over all rows come to.
+    """The metrics from the sums over all rows.
 
-    Returns: of classes `accuracy`, the share of rows with all their labels right, and `macro_f1`, the mean over the
-    labels that occur; of numbers `mae`, how far off they are, and `pearson`, their correlation.
+    Returns: for classification `accuracy`, the share of rows with all labels right, and `macro_f1`, the mean F1 over
+        labels that occur; for regression `mae`, the mean absolute error, and `pearson`, the correlation.
     """
     if labels.problem == REGRESSION:
         count = len(labels.names)
-        columns = [added[i::count] for i in range(count)]  # of each name its sums
+        columns = [added[i::count] for i in range(count)]  # the sums of each name
         return {
             "mae": _mean([off / rows if rows else 0.0 for rows, off, *_ in columns]),
             "pearson": _mean([_pearson(rows, *moments) for rows, _, *moments in columns]),
@@ -72,7 +72,7 @@ def means(labels: Labels, added: list[float]) -> dict[str, float]:
 
 
 def _pearson(rows: float, x: float, y: float, xx: float, yy: float, xy: float) -> float:
-    """Of sums of values, squares and products; 0 where one side does not vary."""
+    """Pearson's correlation from sums of values, squares and products; 0 if one side is constant."""
     spread = (rows * xx - x * x) * (rows * yy - y * y)
     return (rows * xy - x * y) / math.sqrt(spread) if spread > 0 else 0.0
 

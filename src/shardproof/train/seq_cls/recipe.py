@@ -1,6 +1,6 @@
-"""Fine-tuning a classifier, or a regression, from top to bottom: the recipe of `shardproof sft --task seq_cls`.
+"""Fine-tuning a classifier or regression model, from top to bottom: the recipe of `shardproof sft --task seq_cls`.
 
-What is like in `sft` is not repeated: the run, the sharding and the order of rows are `run.py`'s.
+What it shares with `sft` is in `run.py`: the run, the sharding and the order of rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardproof.train.watching.view import View, Write
 
 
 def check(config: SftConfig, world_size: int) -> Batch:
-    """What can be known from the options alone; imports nothing heavy."""
+    """Check what can be known from the options alone; imports nothing heavy."""
     check_columns(config.columns, LABELLED_FIELDS)
     if config.dataset in ([], ["stdlib"]) and not config.cached_dataset:
         raise ConfigError("--task seq_cls needs rows with a 'label': name a file of them with --dataset.")
@@ -56,7 +56,7 @@ def read(config: SftConfig) -> tuple[Any, Any]:
     """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy.
 
     Raises:
-        DataError: a file is missing, or a row is bad: one without a label, or with one that there is not.
+        DataError: a file is missing, or a row is bad: it has no label, or an unknown one.
     """
     from shardproof.data.rows import read_rows
 
@@ -64,10 +64,10 @@ def read(config: SftConfig) -> tuple[Any, Any]:
 
 
 def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
-    """Make the tokenizer and the output folder, encode the rows that `read` gave.
+    """Create the tokenizer and the output folder, and encode the rows from `read`.
 
     Raises:
-        ConfigError, DataError: everything a user can put right, found before any process is started.
+        ConfigError, DataError: for everything a user can fix, before any process is started.
     """
     batch = check(config, world_size)
     config = resolved(config, labels_of(config))
@@ -77,7 +77,7 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
 
 
 def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
-    """The token ids of the rows, and their labels; its `report` says what became of them."""
+    """The token ids of the rows, and their labels; its `report` says how many were kept."""
     from shardproof.data.encoding.beside import as_many_as_help
     from shardproof.data.encoding.labelled import LabelledEncoder, LabelReport, encode_labelled
     from shardproof.data.media.rows import MediaRows
@@ -86,7 +86,7 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
     if files:
         check_files(config)
     if config.plain:
-        processing.chat_template = None  # here, and in the model that comes out
+        processing.chat_template = None  # here and in the saved model
     labels = labels_of(config)
     to_learn = partial(
         encode_labelled,
@@ -104,13 +104,13 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
 
 
 def check_files(config: SftConfig) -> None:
-    """Raise ConfigError for options that models which take files do not have."""
+    """Raise ConfigError for options that do not apply to models which take files."""
     check_options(config)
     check_templated(config.plain, config.model)
 
 
 def media_encoder(config: SftConfig, processing: Any) -> Any:
-    """Of a model that takes files."""
+    """The encoder for a model that takes files."""
     from shardproof.data.media.labelled import MediaLabelledEncoder
 
     return MediaLabelledEncoder(processing, media_limits(config, processing), config.system)
@@ -129,8 +129,8 @@ def build(config: SftConfig, source: str, processing: Any, to_shard: bool = Fals
 
 
 def trained(model: Any, config: SftConfig, info: dict[str, Any] | None) -> Any:
-    """With the parts frozen that are not trained, and with its adapters; `info`: what was said of its load, or None of
-    a model that writes, and has no new head."""
+    """The model with its adapters, and with the parts frozen that are not trained. `info`: its loading info, or None
+    for a generative model, which has no new head."""
     model = in_bits(model, config)
     if config.fp8:
         from shardproof.train.model.fp8 import in_fp8
@@ -141,7 +141,7 @@ def trained(model: Any, config: SftConfig, info: dict[str, Any] | None) -> Any:
         whole = dict.fromkeys([*config.modules_to_save, *new])
         config = config.model_copy(update={"modules_to_save": list(whole)})
     model = with_adapters(model, config, "CAUSAL_LM" if info is None else "SEQ_CLS")
-    for path in new if config.tuner == "full" else ():  # it is at random, whatever part it is counted to
+    for path in new if config.tuner == "full" else ():  # it is randomly initialised, whatever part it belongs to
         model.get_submodule(path).requires_grad_(True)
     return model
 
@@ -149,7 +149,7 @@ def trained(model: Any, config: SftConfig, info: dict[str, Any] | None) -> Any:
 def train(prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:
     """Train on this rank and save. Collective: every rank of the process group calls it.
 
-    Any of `signals` ends training after the step it comes in, and the weights of that step are saved.
+    Any of `signals` ends training after the current step, and its weights are saved.
 
     Returns: the signal that ended training, or 0.
     """

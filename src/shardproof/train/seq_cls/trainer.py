@@ -14,8 +14,8 @@ from shardproof.train.trainer import SftTrainer
 
 
 class ScoringTrainer(SftTrainer):
-    """Of models that are asked for logits only. Losses are sums over what is learnt, divided by as much as that is in
-    the step on all ranks: rows that have lost their files are none of it."""
+    """For models that only return logits. Losses are sums over the learned items, divided by their number in the step
+    on all ranks. Rows whose files are lost do not count."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -31,7 +31,7 @@ class SeqClsTrainer(ScoringTrainer):
     """Losses are sums over rows divided by the rows of the step on all ranks.
 
     Args:
-        labels: what rows are labelled with; batches are those of `collate_labelled`.
+        labels: the labels; batches come from `collate_labelled`.
     """
 
     def __init__(self, *args: Any, labels: Labels, **kwargs: Any) -> None:
