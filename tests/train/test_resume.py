@@ -712,7 +712,11 @@ def test_another_algorithm_is_refused(tmp_path: Path, caplog: pytest.LogCaptureF
         ("rlhf", {"rlhf_type": "kto", "loss_type": ["apo_zero_unpaired"]}, []),
         ("rlhf", {"rlhf_type": "dpo"}, []),
         ("rlhf", {"rlhf_type": "gkd", "lmbda": 0.0}, []),
-        ("rlhf", {"rlhf_type": "grpo"}, ["draws its answers by chance: on 1 instead of 2 the run goes on with others"]),
+        (
+            "rlhf",
+            {"rlhf_type": "grpo"},
+            ["samples its answers at random: on 1 instead of 2, the run continues with different answers"],
+        ),
         ("sft", {"task": "embedding"}, ["With --loss infonce", "6 now and 12 in", "--per-device-batch-size 12 keeps"]),
         ("sft", {"task": "embedding", "loss": "contrastive"}, []),
     ],
