@@ -227,7 +227,7 @@ def test_without_audio_output_there_is_no_talker(runs, tiny_models) -> None:
     assert not Qwen2_5OmniForConditionalGeneration.from_pretrained(folder).has_talker
     refused = runs["no_talker"]
     assert refused.code == 2
-    assert "with --enable-audio-output no there is no talker" in refused.output
+    assert "with --enable-audio-output no, there is no talker" in refused.output
 
 
 def test_the_talker_learns_from_rows_with_codes(runs, tiny_models) -> None:
