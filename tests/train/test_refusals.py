@@ -77,7 +77,7 @@ def test_parts_that_are_not_there_are_found_before_rows_are_encoded(refused, nam
         ("parts", "--train-parts vision: this model has no such part"),
         ("preferred", "--target-modules nonesuch"),
         ("long", "--max-length 4"),
-        ("evaluated", "error: Validation rows: Every row is longer than --max-length 256"),
+        ("evaluated", "error: Rows to evaluate on: Every row is longer than --max-length 256"),
         pytest.param(
             *("flex", "--attn flex_attention: torch has no backward pass for it on a CPU"),
             marks=pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU has it"),

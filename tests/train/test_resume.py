@@ -562,7 +562,7 @@ def test_a_run_that_goes_on_tells_that_files_are_prepared_by_other_parts(
     one = Batch(micro=4, accumulation=1, world_size=1)
     checks = [resume_checks.rows(config, one, rows, range(8), processor(e))[0].status for e in ("Pil", "")]
     assert checks == ["ok", "warn"]
-    assert f"than when {tmp_path} was written: ImageProcessor instead of ImageProcessorPil. What the" in caplog.text
+    assert f"than when {tmp_path} was written: ImageProcessor instead of ImageProcessorPil. The model" in caplog.text
 
 
 def test_rows_that_were_corrected_are_told_and_learned_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

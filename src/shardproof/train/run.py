@@ -210,7 +210,7 @@ def prepare(
         try:
             val_encoded = encode(val_rows, processing) if val_rows is not None else None
         except DataError as error:
-            raise DataError(f"Validation rows: {error}") from None
+            raise DataError(f"Rows to evaluate on: {error}") from None
         if not config.external_plugins:  # plugins may bring another model
             check_positions(config, source, encoded, val_encoded)
             check_vocabulary(config, source, processing, encoded, val_encoded)
