@@ -242,7 +242,7 @@ def other_weights(run: Path, base: str) -> str:
     if not there or (sample_of(base) or there) == there:
         return ""
     return (
-        f"The weights of {base} are not those that the adapters of {run} were trained on: they were changed since,  "
+        f"The weights of {base} are not those that the adapters of {run} were trained on: they were changed since, "
         "cast, or saved under other names. On other weights, adapters behave differently."
     )
 

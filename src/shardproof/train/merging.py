@@ -71,7 +71,7 @@ def _fits_in_fp32(model: Any) -> bool:
     if more < 0.9 * left or not left:
         return True
     log.warning(
-        "Adapters are merged in fp32 layer by layer, and the logits before are not compared with those of the  "
+        "Adapters are merged in fp32 layer by layer, and the logits before are not compared with those of the "
         "merged model: that would take %.3g GB more, and this machine has %.3g GB left.",
         *(more / 1e9, left / 1e9),
     )

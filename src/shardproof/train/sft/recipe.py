@@ -104,7 +104,7 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
         ConfigError, DataError: errors that a user can fix, found before any process is started.
     """
     batch = check(config, world_size)
-    told = "the loss, and what --metrics  " + ("and --answer-metrics name" if config.predict_with_generate else "names")
+    told = "the loss, and what --metrics " + ("and --answer-metrics name" if config.predict_with_generate else "names")
     check_best(config, ("loss", *config.metrics, *metrics_of(config)), told)
     if config.sequence_parallel > 1:
         check_shares_rows(config)
