@@ -247,7 +247,7 @@ class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
     """Losses are sums over answer tokens divided by the answer tokens of the step on all ranks.
 
     Trainer divides by the global number of tokens and multiplies by the number of ranks, and the engine averages over
-        ranks: together, this is the sum over ranks of sums over tokens.
+    ranks: together, this is the sum over ranks of sums over tokens.
 
     Args:
         loss: a plugin's loss; None means the causal loss, or that of the model.
