@@ -154,7 +154,7 @@ class HeldByHost(saved_tensors_hooks):
     forward passes: torch keeps memory for each stream.
 
     Tensors that lie in gathered weights stay where they are: the engine's own hooks, inside these, keep only their
-        place. A tensor that is saved several times is copied once.
+    place. A tensor that is saved several times is copied once.
 
     Args:
         device: where the model computes.

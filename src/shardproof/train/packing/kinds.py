@@ -75,7 +75,7 @@ def scales_of(weight: Tensor, args: Any, importance: Tensor | None = None) -> Te
     [out, 1] with one per row.
 
     In four bits, some smaller scales are tried too, and those with the least squared error are used: clipping the
-        largest weights may cost less than finer steps gain for all others. `importance`: of each column, [in].
+    largest weights may cost less than finer steps gain for all others. `importance`: of each column, [in].
     """
     import torch
 
