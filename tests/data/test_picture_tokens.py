@@ -84,7 +84,7 @@ def test_bounds_that_cannot_be_are_told(processor: Any, tiny_models) -> None:
         media_limits(SftConfig(max_image_tokens=64, max_pixels=9), processor)
     most = 2 * square_of_token(processor)[1]  # type: ignore[index]
     with pytest.raises(
-        ConfigError, match=rf"--max-image-tokens 1: .* makes up to {most} tokens from the smallest picture"
+        ConfigError, match=rf"--max-image-tokens 1: .* makes up to {most} tokens from the smallest image"
     ):
         media_limits(SftConfig(max_image_tokens=1), processor)
     other = load_processor(str(tiny_models("gemma3")), False)

@@ -115,8 +115,11 @@ def test_the_model_is_saved_as_it_was_configured(runs, mixture: Path) -> None:
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"chunked_loss": True}, "--router-aux-loss-coef and --chunked-loss: that loss has no term"),
-        ({"sequence_parallel": 2}, "--router-aux-loss-coef and --sequence-parallel: that loss has no term"),
+        ({"chunked_loss": True}, "--router-aux-loss-coef and --chunked-loss: that loss has no load-balancing term"),
+        (
+            {"sequence_parallel": 2},
+            "--router-aux-loss-coef and --sequence-parallel: that loss has no load-balancing term",
+        ),
         ({"gradient_checkpointing": True, "checkpointing_reentrant": True}, "Leave --checkpointing-reentrant out."),
         ({"task": "seq_cls", "num_labels": 2}, "--router-aux-loss-coef"),
         ({"task": "embedding"}, "--router-aux-loss-coef"),

@@ -120,7 +120,7 @@ def test_what_asks_such_adapters_says_so(tmp_path: Path, tiny: Path) -> None:
     assert (logits(on_base(whole(), pissa, str(tiny))) - logits(whole())).abs().max() < 1e-4
     with pytest.raises(ConfigError, match="in one process, which changes them again"):
         on_base(without_values(LlamaForCausalLM, str(tiny)), pissa, str(tiny))
-    with pytest.raises(ConfigError, match="begun as pissa_niter_2, which changes the weights"):
+    with pytest.raises(ConfigError, match="initialised with pissa_niter_2, which changes the base weights"):
         on_base(whole(), drawn, str(tiny))
 
 
@@ -173,7 +173,7 @@ def test_a_run_goes_on_only_with_what_its_adapters_began_with(commands, sft) -> 
     runs = commands([("on", sft(*more, "--resume", start)), ("merged", ["export", start, "OUT"])])
     for run in runs.values():
         assert run.code == 2, run.output
-        assert "which says what --init-lora-weights pissa has taken out" in " ".join(run.output.split())
+        assert "which records what --init-lora-weights pissa took out" in " ".join(run.output.split())
 
 
 def test_what_adapters_began_with_is_written_and_read_as_other_weights_are(tmp_path: Path) -> None:

@@ -173,9 +173,9 @@ def test_a_base_of_another_name_is_told(adapters: Path, tiny: Path, tmp_path: Pa
     for model in ("org/Base-1B", tmp_path / "elsewhere" / "Base-1B", cached):
         assert not told("/gone/base-1b", model)
         assert not told("org/Base-1B", model)
-    text = f"were trained on {tiny}, and --model is {tmp_path / 'other'}: on other weights"
+    text = f"were trained on {tiny}, but --model is {tmp_path / 'other'}: on other weights"
     assert text in told(str(tiny), tmp_path / "other")
-    assert "were trained on org/Base-1B, and --model is org/Base-2B" in told("org/Base-1B", "org/Base-2B")
+    assert "were trained on org/Base-1B, but --model is org/Base-2B" in told("org/Base-1B", "org/Base-2B")
 
 
 def test_the_base_of_a_run_that_is_its_own_reference_is_told_once(adapters: Path, tiny: Path, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_training_on_another_base_says_so_and_goes_on(commands, sft, adapters: P
     for run in runs.values():
         assert run.code == 0, run.output
     assert "were trained on" not in runs["same"].output
-    told = f"--adapters {adapters} were trained on {tiny}, and --model is {tmp_path / 'other'}"
+    told = f"--adapters {adapters} were trained on {tiny}, but --model is {tmp_path / 'other'}"
     assert " ".join(runs["other"].output.split()).count(told) == 1
 
 
@@ -208,7 +208,7 @@ def test_training_on_another_base_says_so_and_goes_on(commands, sft, adapters: P
     ("words", "text"),
     [
         (["--tuner", "full"], "merge them first: shardproof export"),
-        (["--lora-rank", "8"], "--lora-rank 8: they were made with 2, and stay so. Leave --lora-rank out"),
+        (["--lora-rank", "8"], "--lora-rank 8: they were made with 2, which cannot change. Leave --lora-rank out"),
         (["--target-modules", "k_proj"], "made with q_proj v_proj"),
         (["--dora"], "--dora True: they were made with False"),
     ],
@@ -221,7 +221,7 @@ def test_an_option_that_says_something_else_is_refused(adapters: Path, words: li
 def test_what_holds_no_adapters_is_refused(adapters: Path, tiny: Path, tmp_path: Path, runs) -> None:
     for named, text in [
         (tmp_path / "nowhere", "there is no such folder"),
-        (tiny, f"It is a whole model: --model {tiny} begins with it"),
+        (tiny, f"It is a full model: use --model {tiny}"),
         (tmp_path, "there is no adapter_config.json in it"),
         (runs["two"].folder / "checkpoint-2", "is a checkpoint. Continue its run with --resume"),
     ]:
@@ -302,7 +302,7 @@ def test_those_that_do_not_fit_are_refused(adapters: Path, tiny: Path, tmp_path:
     refused(lambda weights: weights.pop(name), "is not in the files")
     refused(lambda weights: weights.update(more=torch.zeros(1)), "more is not in the model")
     refused(lambda weights: weights.update({name: torch.zeros(1, 1)}), r"is of shape \(1, 1\) there and")
-    refused(lambda weights: None, "of a model for CAUSAL_LM, and this run trains one for SEQ_CLS", "SEQ_CLS")
+    refused(lambda weights: None, "belong to a model for CAUSAL_LM, but this run trains one for SEQ_CLS", "SEQ_CLS")
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_only_those_in_parts_that_are_trained_are_trained_on(tmp_path: Path) -> 
         model = with_adapters(AutoModelForImageTextToText.from_config(base.config), config)
         trained = {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad}
         assert trained == kinds
-    with pytest.raises(ConfigError, match="they are in vision, llm, and what is trained is aligner"):
+    with pytest.raises(ConfigError, match="they are in vision, llm, but the trained parts are aligner"):
         with_adapters(
             AutoModelForImageTextToText.from_config(base.config),
             parsed(*words, "--freeze", "vision", "llm"),
@@ -409,7 +409,7 @@ def test_rlhf_takes_no_changed_model_with_them(runs, tmp_path: Path) -> None:
     assert parsed("--adapters", str(tmp_path / "run")).new_special_tokens == ["<|x|>"]
     (named := tmp_path / "tokens.txt").write_text("<|x|>\n")
     assert parsed("--adapters", str(tmp_path / "run"), "--new-special-tokens", str(named))
-    with pytest.raises(ConfigError, match=r"their run has changed its model \(--new-special-tokens\)"):
+    with pytest.raises(ConfigError, match=r"their run changed its model \(--new-special-tokens\)"):
         parsed("--adapters", str(tmp_path / "run"), kind=RlhfConfig)
     with pytest.raises(ConfigError, match="were trained with another --new-special-tokens"):
         parsed("--adapters", str(tmp_path / "run"), "--new-special-tokens", "<|y|>")

@@ -137,7 +137,7 @@ def test_they_are_where_parts_of_answers_weigh_more(commands, sft, tiny: Path, m
     check_same(done, ("plain", "cached"), ("both", "mixed"))
     assert done["plain"].series("loss") != done["unweighed"].series("loss")
     patterns.write_text(json.dumps({"holds": 2}))
-    with pytest.raises(ConfigError, match=r"--token-weights react weights\.json:\w+, and this run has react weights"):
+    with pytest.raises(ConfigError, match=r"--token-weights react weights\.json:\w+, but this run has react weights"):
         encoded(tiny, done["kept"].folder / "train", *some)
 
 
@@ -187,7 +187,7 @@ def test_they_are_of_rows_with_files(commands, tiny_models, media_files: Path, p
         ]
     )
     check_same(done, ("plain", "cached"))
-    assert "--max-pixels 4000, and this run has 5000" in done["larger"].output
+    assert "--max-pixels 4000, but this run has 5000" in done["larger"].output
 
 
 @pytest.mark.slow
@@ -242,12 +242,12 @@ def encoded_from(model: Path, *more: str) -> Any:
 
 
 REFUSED = {
-    "--loss all": "--loss answer, and this run has all",
-    "--system x": "--system none, and this run has x",
+    "--loss all": "--loss answer, but this run has all",
+    "--system x": "--system none, but this run has x",
     "--max-length 33": "with --max-length 32 --truncation drop, and its longest row has",
-    "--max-length 32 --truncation right": "which gives other rows",
+    "--max-length 32 --truncation right": "which gives different rows",
     "--max-length 32 --new-special-tokens <|new|>": "a tokenizer other than that of this run",
-    "--max-length 32 --task embedding": "--task causal_lm, and this run has embedding",
+    "--max-length 32 --task embedding": "--task causal_lm, but this run has embedding",
 }
 
 
@@ -571,4 +571,4 @@ def test_doctor_and_show_look_at_them(commands, sft) -> None:
     for name in ("doctor", "show", "verify"):
         assert done[name].code == 0, done[name].output
     assert "18 rows" in done["show"].output
-    assert "--loss answer, and this run has all" in " ".join(done["other"].output.split())
+    assert "--loss answer, but this run has all" in " ".join(done["other"].output.split())

@@ -109,7 +109,7 @@ def test_the_talker_of_qwen3_omni_is_kept_or_left_out(train, tiny_models) -> Non
     loaded = transformers.Qwen3OmniMoeForConditionalGeneration.from_pretrained(silent.folder / "model")
     assert not hasattr(loaded, "talker")
     assert wrong.code == 2
-    assert "'codes' holds one code after the other, the talker says groups of 3 codes" in wrong.output
+    assert "'codes' holds one code after the other, but the talker expects groups of 3 codes" in wrong.output
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def test_too_high_a_learning_rate(runs: dict[str, Any]) -> None:
     assert "a --learning-rate below 1e+06" in run.output
     assert "--max-grad-norm" in run.output
     assert "There is no checkpoint to go back to." in run.output
-    assert "nothing that was learnt is kept: --save-steps N would have kept it every N steps\n" in run.output
+    assert "nothing learned is kept: --save-steps N would have kept it every N steps\n" in run.output
 
 
 def test_rows_and_the_checkpoint_before_are_named(runs: dict[str, Any], with_a_long_row: Path) -> None:
@@ -159,12 +159,12 @@ def test_what_is_said_fits_a_command_that_has_resume_already(
     for run in ended.values():
         assert run.code == 2, run.output
         assert "add --resume" not in run.output
-        assert "--resume goes on" not in run.output
-    assert f"its newest checkpoint is {newest}: when that is fixed, the same command goes on" in ended["same"].output
-    assert f"before: {newest}\nA run that goes on from it keeps these options." in ended["other"].output
-    assert f"nothing that was learnt since {newest} is kept: --save-steps N would" in ended["other"].output
-    assert "which holds weights only, so that no run goes on from it: shardproof export" in ended["weights"].output
-    assert "It holds weights only. With a lower rate: shardproof export" in ended["weights"].output
+        assert "--resume continues" not in run.output
+    assert f"its newest checkpoint is {newest}: when that is fixed, the same command continues" in ended["same"].output
+    assert f"before: {newest}\nA run that resumes from it keeps these options." in ended["other"].output
+    assert f"nothing learned since {newest} is kept: --save-steps N would" in ended["other"].output
+    assert "which holds weights only, so no run can resume from it: shardproof export" in ended["weights"].output
+    assert "It holds weights only. To use a lower learning rate: shardproof export" in ended["weights"].output
 
 
 def test_a_step_that_a_loss_scale_leaves_out_does_not_count(runs: dict[str, Any]) -> None:
@@ -181,7 +181,7 @@ def test_a_model_that_holds_nan(runs: dict[str, Any]) -> None:
     run = runs["model"]
     check_ended(run)
     assert [record["step"] for record in run.records] == [1, 2, 3]
-    assert "'shardproof doctor' says whether the model itself is finite" in run.output
+    assert "'shardproof doctor' checks whether the model itself is finite" in run.output
 
 
 @pytest.mark.slow
@@ -192,7 +192,7 @@ def test_under_torchrun_one_rank_speaks_for_all(nan_model: Path, rows: Path, tmp
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1, done.stderr
-    assert "nothing that was learnt is kept: no checkpoint was complete yet" in done.stderr
+    assert "nothing learned is kept: no checkpoint was complete yet" in done.stderr
     assert not (tmp_path / "out" / "model").exists()
 
 

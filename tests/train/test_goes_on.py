@@ -16,14 +16,14 @@ NEWEST = Path("out/checkpoint-4")
 @pytest.mark.parametrize(
     ("given", "restarted", "said"),
     [
-        ({}, False, "when that is fixed, add --resume out to go on"),
-        ({"resume": "auto"}, False, "when that is fixed, the same command goes on from it"),
-        ({"resume": "./out"}, False, "when that is fixed, the same command goes on from it"),
-        ({"resume": "out/checkpoint-4"}, False, "when that is fixed, the same command goes on from it"),
-        ({"resume": "out/checkpoint-2"}, False, "take --resume out in place of --resume out/checkpoint-2 to go on"),
-        ({"resume": "first"}, False, "take --resume out in place of --resume first to go on"),
-        ({"resume": "auto"}, True, "when that is fixed, --resume out goes on from it"),
-        ({"save_only_model": True}, False, "weights only, so that no run goes on from it: shardproof export out/"),
+        ({}, False, "when that is fixed, add --resume out to continue"),
+        ({"resume": "auto"}, False, "when that is fixed, the same command continues from it"),
+        ({"resume": "./out"}, False, "when that is fixed, the same command continues from it"),
+        ({"resume": "out/checkpoint-4"}, False, "when that is fixed, the same command continues from it"),
+        ({"resume": "out/checkpoint-2"}, False, "use --resume out instead of --resume out/checkpoint-2 to continue"),
+        ({"resume": "first"}, False, "use --resume out instead of --resume first to continue"),
+        ({"resume": "auto"}, True, "when that is fixed, --resume out continues from it"),
+        ({"save_only_model": True}, False, "weights only, so no run can resume from it: shardproof export out/"),
     ],
 )
 def test_how_it_goes_on(given: dict[str, Any], restarted: bool, said: str) -> None:
@@ -35,10 +35,10 @@ def test_how_it_goes_on(given: dict[str, Any], restarted: bool, said: str) -> No
 @pytest.mark.parametrize(
     ("given", "begun", "failed", "said"),
     [
-        ({}, None, True, "nothing that was learnt is kept: --save-steps N would have kept it every N steps"),
-        ({}, NEWEST, True, "nothing that was learnt since out/checkpoint-4 is kept: --save-steps N would have"),
-        ({"nproc": 2}, None, False, "--max-restarts N would have gone on from there by itself"),
-        ({"save_steps": 9}, None, True, "nothing that was learnt is kept: no checkpoint was complete yet"),
+        ({}, None, True, "nothing learned is kept: --save-steps N would have kept it every N steps"),
+        ({}, NEWEST, True, "nothing learned since out/checkpoint-4 is kept: --save-steps N would have"),
+        ({"nproc": 2}, None, False, "--max-restarts N would have continued automatically"),
+        ({"save_steps": 9}, None, True, "nothing learned is kept: no checkpoint was complete yet"),
     ],
 )
 def test_what_would_have_been_needed(given: dict[str, Any], begun: Path | None, failed: bool, said: str) -> None:

@@ -204,7 +204,7 @@ def test_an_evaluation_of_minutes_is_left(
     code, out, err = running.end()
     assert code == 143, out + err
     assert (
-        f"stopped after step 2 of {ENDLESS}\nits newest checkpoint is out/checkpoint-2: add --resume out to go on"
+        f"stopped after step 2 of {ENDLESS}\nits newest checkpoint is out/checkpoint-2: add --resume out to continue"
         in out
     )
     assert "Traceback" not in err
@@ -366,7 +366,7 @@ def test_of_a_rank_that_dies_the_steps_are_told_and_no_weights_are(
     assert code == 1, out + err
     assert "was ended by SIGKILL" in err
     assert "without saving weights" in err
-    assert "nothing that was learnt is kept: --save-steps N would have kept it every N steps; --max-restarts N" in err
+    assert "nothing learned is kept: --save-steps N would have kept it every N steps; --max-restarts N" in err
     assert (tmp_path / "out" / "metrics.jsonl").exists()
     assert not (tmp_path / "out" / "model").exists()
 

@@ -144,7 +144,7 @@ def runs(commands, tiny_models, mixed: Path, files: Path):
 def test_a_run_in_which_no_file_reaches_what_is_trained_is_refused(runs) -> None:
     assert runs["unseen"].code == 2, runs["unseen"].output
     said = " ".join(runs["unseen"].output.split())
-    assert "Nothing would be learnt: only audio is trained, and the rows have files of kind image" in said
+    assert "Nothing would be learned: only audio is trained, and the rows have files of kind image" in said
 
 
 LOSING = """
@@ -227,7 +227,7 @@ def test_without_audio_output_there_is_no_talker(runs, tiny_models) -> None:
     assert not Qwen2_5OmniForConditionalGeneration.from_pretrained(folder).has_talker
     refused = runs["no_talker"]
     assert refused.code == 2
-    assert "with --enable-audio-output no there is no talker" in refused.output
+    assert "with --enable-audio-output no, there is no talker" in refused.output
 
 
 def test_the_talker_learns_from_rows_with_codes(runs, tiny_models) -> None:
@@ -321,13 +321,13 @@ def test_codes_that_the_talker_does_not_know_are_found_before_training(tiny_mode
     rows(OMNI, [0, 63])
     rows("qwen3_omni_moe", [[1087, 63, 0]])
     for kind, codes, told in (
-        (OMNI, [5, 64], "'codes' holds 64, and the talker knows those from 0 to 63"),
-        ("qwen3_omni_moe", [[1087, 63, 0], [1, 1, 64]], "'codes' holds 64, and the talker knows those from 0 to 63"),
-        ("qwen3_omni_moe", [[1088, 63, 0]], "'codes' holds 1088, and the talker knows those from 0 to 1087"),
+        (OMNI, [5, 64], "'codes' holds 64, but the talker knows codes from 0 to 63"),
+        ("qwen3_omni_moe", [[1087, 63, 0], [1, 1, 64]], "'codes' holds 64, but the talker knows codes from 0 to 63"),
+        ("qwen3_omni_moe", [[1088, 63, 0]], "'codes' holds 1088, but the talker knows codes from 0 to 1087"),
     ):
         with pytest.raises(DataError, match=rf"rows\.jsonl:3: {told}"):
             rows(kind, codes)
-    with pytest.raises(DataError, match=r"rows\.jsonl:3: 'codes' belong to the last answer, which is not to be learnt"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:3: 'codes' belong to the last answer, which is not trained on"):
         rows(OMNI, [5], loss=False)
 
 

@@ -194,7 +194,7 @@ def test_a_model_whose_rows_would_see_others_is_refused(tiny_models, files: Path
     ],
 )
 def test_what_wants_logits_does_not_go_with_it(tiny_models, files: Path, options, other: str) -> None:
-    with pytest.raises(ConfigError, match=f"--packing and {other}: of packed rows with files there are no logits"):
+    with pytest.raises(ConfigError, match=f"--packing and {other}: packed rows with files have no logits"):
         prepared(tiny_models(OMNI), OMNI, files, **options)
 
 

@@ -370,7 +370,7 @@ def test_runs_are_packed_by_the_command(commands: Any, sft: Any, asked: Path) ->
     )
     assert "int4, calibrated with 6 rows); embedding, head, routers and towers are unchanged" in runs["packed"].output
     assert "cost: loss " in runs["packed"].output
-    assert " of 6 rows get the label that they got (6 rows)" in runs["of labels"].output
+    assert " of 6 rows keep their label (6 rows)" in runs["of labels"].output
     assert "cost: logits of 16 tokens moved by" in runs["alone"].output
     assert "--group-size applies to packed weights: add --quantize" in runs["idle"].output
     assert {name: run.code for name, run in runs.items()} == {name: 2 * (name == "idle") for name in runs}

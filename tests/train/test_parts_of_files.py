@@ -89,7 +89,7 @@ def test_what_wants_logits_does_not_go_with_it(tiny_models, files: Path, options
     file.write_text(json.dumps(ROWS["image"][0]) + "\n")
     folder = str(tiny_models(OMNI))
     config = SftConfig(model=folder, dataset=[str(file)], sequence_parallel=2, workers=0, **options)
-    with pytest.raises(ConfigError, match=f"--sequence-parallel and {other}: of parts of rows with files"):
+    with pytest.raises(ConfigError, match=f"--sequence-parallel and {other}: parts of rows with files"):
         sft.encode(config, read_rows([str(file)]), load_processing(folder, config))
 
 

@@ -71,8 +71,8 @@ def test_the_row_and_both_numbers_are_told(runs: Any, models: dict[str, Path], r
     run = runs[name]
     assert run.code == 2, run.output
     said = " ".join(run.output.split())
-    assert f"/{name if name == 'opt' else 'gpt2'} was trained on only 24 positions." in said
-    assert "Give --max-length 24: --truncation drop says what becomes of longer rows." in said
+    assert f"/{name if name == 'opt' else 'gpt2'} has learned only 24 positions." in said
+    assert "Give --max-length 24: --truncation drop decides what happens to longer rows." in said
     where = {"packed": f"{rows}: the row has ", "pairs": "pairs.jsonl:3: the row has "}.get(name, f"{rows}:")
     assert where in said
     assert "IndexError" not in said
@@ -81,8 +81,8 @@ def test_the_row_and_both_numbers_are_told(runs: Any, models: dict[str, Path], r
 
 def test_so_it_is_of_a_stream_and_of_answers_to_come(runs: Any) -> None:
     for name, text in (
-        ("streamed", "--max-length 1024: rows may have so many tokens, and"),
-        ("answers", "the prompt and --max-completion-length 16 are up to"),
+        ("streamed", "--max-length 1024: rows may be that long, but"),
+        ("answers", "the prompt and --max-completion-length 16 take up to"),
     ):
         assert runs[name].code == 2, runs[name].output
         assert text in " ".join(runs[name].output.split())

@@ -445,7 +445,7 @@ def test_a_size_that_is_given_or_cannot_be_met_names_the_one_to_give(sizes) -> N
     assert sizes["three"].code == 2
     assert "with --global-batch-size 4, which a resumed run keeps, and 3 processes" in sizes["three"].output
     assert sizes["other"].code == 2
-    assert "4 rows a step, and these options give 2" in sizes["other"].output
+    assert "4 rows per step, but these options give 2" in sizes["other"].output
     assert "Resume with --global-batch-size 4" in sizes["other"].output.replace("\n", " ")
     for run in (sizes["three"], sizes["other"]):
         assert not run.folder.exists()
@@ -562,7 +562,7 @@ def test_a_run_that_goes_on_tells_that_files_are_prepared_by_other_parts(
     one = Batch(micro=4, accumulation=1, world_size=1)
     checks = [resume_checks.rows(config, one, rows, range(8), processor(e))[0].status for e in ("Pil", "")]
     assert checks == ["ok", "warn"]
-    assert f"than when {tmp_path} was written: ImageProcessor instead of ImageProcessorPil. What the" in caplog.text
+    assert f"than when {tmp_path} was written: ImageProcessor instead of ImageProcessorPil. The model" in caplog.text
 
 
 def test_rows_that_were_corrected_are_told_and_learned_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -712,7 +712,11 @@ def test_another_algorithm_is_refused(tmp_path: Path, caplog: pytest.LogCaptureF
         ("rlhf", {"rlhf_type": "kto", "loss_type": ["apo_zero_unpaired"]}, []),
         ("rlhf", {"rlhf_type": "dpo"}, []),
         ("rlhf", {"rlhf_type": "gkd", "lmbda": 0.0}, []),
-        ("rlhf", {"rlhf_type": "grpo"}, ["draws its answers by chance: on 1 instead of 2 the run goes on with others"]),
+        (
+            "rlhf",
+            {"rlhf_type": "grpo"},
+            ["samples its answers at random: on 1 instead of 2, the run continues with different answers"],
+        ),
         ("sft", {"task": "embedding"}, ["With --loss infonce", "6 now and 12 in", "--per-device-batch-size 12 keeps"]),
         ("sft", {"task": "embedding", "loss": "contrastive"}, []),
     ],
@@ -783,7 +787,7 @@ def test_what_cannot_be_resumed_is_told_before_anything_starts(resumed, name: st
         ),
         (["trainer_state.json", "pytorch_model_fsdp_0/.metadata"], "shardproof convert"),
         (["trainer_state.json", "adapter_config.json", "optimizer.pt"], "Merge its adapters with PEFT"),
-        (["trainer_state.json", "model.safetensors", "optimizer.pt"], "Begin from its weights: --model"),
+        (["trainer_state.json", "model.safetensors", "optimizer.pt"], "Start from its weights: --model"),
         (["model.safetensors"], "holds no complete checkpoint"),
     ],
 )
@@ -819,7 +823,7 @@ def test_two_jobs_in_one_run_folder_are_refused(tmp_path: Path) -> None:
 
     config = SftConfig(output_dir=str(tmp_path / "out"))
     first = RunFolder.create(config)
-    with pytest.raises(ConfigError, match=r"Another job is at work in .*out"):
+    with pytest.raises(ConfigError, match=r"Another job is running in .*out"):
         RunFolder.create(config, goes_on=True)
     assert first.lock is not None
     first.lock.release()
@@ -864,7 +868,7 @@ def test_nothing_that_was_trained_is_removed_unasked(tmp_path: Path) -> None:
     assert refusal(output_dir=str(out)).endswith("\nName another --output-dir, or add --overwrite.")
     good = checkpoint_in(out, 2)
     assert not refusal(**auto)
-    assert refusal(output_dir=str(out)).endswith(", or go on from its newest checkpoint with --resume auto.")
+    assert refusal(output_dir=str(out)).endswith(", or continue from its newest checkpoint with --resume auto.")
     other = checkpoint_in(tmp_path / "other", 4)
     assert "holds a run already" in refusal(output_dir=str(out), resume=str(other))
     assert not refusal(output_dir=f"{out}/../out", resume=str(good))
@@ -872,7 +876,7 @@ def test_nothing_that_was_trained_is_removed_unasked(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     assert f"but it has model, checkpoint-2, which a run from the start would remove. {file} has" in refusal(**auto)
     (tmp_path / "theirs" / "checkpoint-500").mkdir(parents=True)
-    assert "holds what another program wrote (checkpoint-500)" in refusal(output_dir=str(tmp_path / "theirs"))
+    assert "holds files from another program (checkpoint-500)" in refusal(output_dir=str(tmp_path / "theirs"))
 
 
 def test_the_folder_that_is_resumed_in_may_be_named_in_another_way(tmp_path: Path) -> None:
@@ -912,7 +916,7 @@ def test_a_killed_run_goes_on_by_itself_and_no_second_job_gets_in(
             [sys.executable, "-m", "shardproof", *argv], capture_output=True, text=True, timeout=120
         )
         assert second.returncode == 2, second.stdout + second.stderr
-        assert "Another job is at work in" in second.stderr
+        assert "Another job is running in" in second.stderr
         os.killpg(first.pid, signal.SIGKILL)
         first.wait(30)
         time.sleep(0.5)

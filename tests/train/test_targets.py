@@ -193,7 +193,7 @@ def test_tensors_are_named_by_the_ends_of_their_names() -> None:
         ),
         ("GptOss", {"dora": True, "lora_dropout": 0.1, "target_parameters": PROJECTIONS}, "Leave both out."),
         ("Qwen3Moe", {"init_lora_weights": "pissa"}, "--init-lora-weights pissa: PEFT cannot do this with adapters on"),
-        ("DeepseekV3", {"quantize": "nf4"}, "takes gate_proj, up_proj, down_proj of this model for its experts'"),
+        ("DeepseekV3", {"quantize": "nf4"}, "takes gate_proj, up_proj, down_proj of this model to be its experts'"),
         ("Qwen3Moe", {"target_modules": ["gate_proj"]}, "--target-modules gate_proj: Cannot convert PEFT target(s)"),
         (
             "GptOss",

@@ -156,7 +156,7 @@ def test_so_they_are_of_rows_with_files(commands, tiny_models, files: Path) -> N
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"loss": "mine"}, "--token-weights and --loss mine: that loss weighs all tokens alike"),
+        ({"loss": "mine"}, "--token-weights and --loss mine: that loss gives all tokens the same weight"),
         ({"train_parts": ["talker"]}, "--token-weights and --train-parts talker"),
         ({"task": "seq_cls", "num_labels": 2}, "--token-weights"),
         ({"token_weights": ["hermess"]}, "Did you mean hermes?"),

@@ -219,8 +219,8 @@ def test_what_is_of_other_adapters_is_refused(options, said) -> None:
     ("kind", "given", "said"),
     [
         ("boft", {"boft_blok_size": "4"}, "no such argument. Did you mean boft_block_size?\nIt takes boft_block_size"),
-        ("boft", {"target_modules": "q_proj"}, "An option of its own says it: --target-modules"),
-        ("boft", {"boft_block_size": "many"}, "PEFT wants int there, such as 4"),
+        ("boft", {"target_modules": "q_proj"}, "It has its own option: --target-modules"),
+        ("boft", {"boft_block_size": "many"}, "PEFT expects int there, such as 4"),
         ("adalora", {"total_step": "4"}, "--tuner adalora has no such argument"),
     ],
 )
@@ -253,7 +253,7 @@ def test_what_is_left_out_is_told_why(kind, said) -> None:
 
 @pytest.mark.parametrize(
     ("given", "steps", "said"),
-    [({}, 1, "of 1 step"), ({"tinit": "5"}, 5, "of 5 step"), ({"init_r": "4"}, 9, "init_r has to be above target_r")],
+    [({}, 1, ": 1 step"), ({"tinit": "5"}, 5, ": 5 step"), ({"init_r": "4"}, 9, "init_r must be above target_r")],
 )
 def test_ranks_that_cannot_move_in_a_run_are_refused(given, steps, said) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -61,14 +61,14 @@ def test_the_row_and_its_token_are_told(runs: Any, rows: Path) -> None:
 def test_a_reference_is_to_read_the_tokens_of_the_model(runs: Any, tiny: Path) -> None:
     """Of fewer of them it ended in an index error on the ranks, and of others it judged other texts, without a word."""
     for name, said in (
-        ("reference", "/short has 200 rows. It is given the tokens of"),
+        ("reference", "/short has 200 rows. It gets its tokens from"),
         ("other", "/moved has 'a' as token "),
     ):
         run = runs[name]
         assert run.code == 2, run.output
         told = " ".join(run.output.split())
         assert said in told
-        assert f"the tokens of {tiny}: take one with the same tokenizer" in told
+        assert f"its tokens from {tiny}: use a model with the same tokenizer" in told
         assert not run.folder.exists()
 
 

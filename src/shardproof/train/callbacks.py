@@ -1,4 +1,4 @@
-"""What looks on while a run trains, by its options."""
+"""The callbacks of a run, chosen by its options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardproof.train.stop import EndOfEpoch, JudgesEvaluations
 
 
 def callbacks_of(config: RunConfig) -> list[TrainerCallback]:
-    """Those that this run needs, in the order in which they are called, and the user's own behind them."""
+    """The callbacks that this run needs, in the order in which they are called, followed by the user's own."""
     found: list[TrainerCallback] = [LeavesOutWhatStays()]
     if config.lisa_activated_layers:
         found.append(LayersInTurn(config.lisa_activated_layers, config.lisa_step_interval, config.seed))
@@ -33,7 +33,7 @@ def callbacks_of(config: RunConfig) -> list[TrainerCallback]:
     if config.keep_best or config.early_stop:
         found.append(JudgesEvaluations(config.best_metric, config.early_stop))
     epochs = [strategy == "epoch" for strategy in (config.eval_strategy, config.save_strategy)]
-    if getattr(config, "max_epochs", None):  # nobody knows before which step is the last
+    if getattr(config, "max_epochs", None):  # the last step is not known in advance
         epochs = [config.evaluates, config.writes_checkpoints]
     if any(epochs):
         found.append(EndOfEpoch(*epochs))
@@ -46,14 +46,14 @@ def callbacks_of(config: RunConfig) -> list[TrainerCallback]:
 
 
 def tries_padding(prepared: Any, way: str) -> list[TrainerCallback]:
-    """Of what gives scores or vectors of texts: whether each is what it is alone, beside longer ones, too. `way`: what
-    a user can do otherwise."""
+    """For models that score or embed texts: a check that each text gives the same result beside longer ones as alone.
+    `way`: what a user can do instead."""
     text = prepared.processing is prepared.tokenizer
     return [Tries(partial(check_padding, way=way))] if text else []
 
 
 class Tries(TrainerCallback):
-    """What is done to a model's rows is tried on a few tokens before the first step, when it is where it is trained."""
+    """Tests how a model treats rows on a few tokens before the first step, once it is on its training device."""
 
     def __init__(self, check: Callable[[Any, Any], None]) -> None:
         self.check = check

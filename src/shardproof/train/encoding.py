@@ -1,4 +1,4 @@
-"""The rows of a run, encoded once and kept in a folder, for `--cached-dataset` of runs to come."""
+"""The rows of a run, encoded once and kept in a folder, for the `--cached-dataset` option of later runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from shardproof.train.options.config import RunConfig
 from shardproof.train.rlhf.pictures import are_pictured
 from shardproof.train.rows.cached import to_be_kept
 
-TRAIN, VAL = "train", "val"  # folders of rows to train on, and of those to evaluate on
+TRAIN, VAL = "train", "val"  # folders of training and validation rows
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Rows that were encoded: where they lie, and what became of them."""
+    """Encoded rows: where they are, and what happened to them."""
 
     folder: Path
     report: Any
@@ -31,11 +31,11 @@ class Kept:
 
 
 def encode(config: RunConfig, folder: Path) -> list[Kept]:
-    """Write the rows to train on to `train` in a folder, and those to evaluate on, if there are any, to `val`. What was
-    encoded there before goes.
+    """Write the training rows to `train` in a folder, and validation rows, if there are any, to `val`. Rows that were
+    encoded there before are removed.
 
     Raises:
-        ConfigError, DataError: what the run would say before training; the folder cannot be written.
+        ConfigError, DataError: errors that the run would report before training, or the folder cannot be written.
     """
     recipe: Any = run.recipe_of(config)
     rows, val_rows = recipe.read(config)
@@ -51,13 +51,13 @@ def encode(config: RunConfig, folder: Path) -> list[Kept]:
                 continue
             with to_be_kept():
                 encoded = recipe.encode(config, those, processing)
-            encoded = getattr(encoded, "encoded", encoded)  # of rows with files, which are read again in training
+            encoded = getattr(encoded, "encoded", encoded)  # for rows with files, which are read again in training
             if are_pictured(encoded):
                 raise ConfigError(
                     "Rows with files cannot be encoded in advance for rlhf: it reads the files during training anyway."
                 )
             found.append((name, those, encoded))
-    remove(folder / VAL)  # some of those may be among the rows to train on now
+    remove(folder / VAL)  # old validation rows may now be training rows
     for name, those, encoded in found:
         write(folder / name, those, encoded, encoded.said, day)
     return [Kept(folder / name, encoded.report, len(those.skipped)) for name, those, encoded in found]

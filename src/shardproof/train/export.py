@@ -60,7 +60,7 @@ from shardproof.train.seq_cls.recipe import trained
 from shardproof.train.settings import mixed_precision
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-ROUNDED = 1e-2  # what rounding may, in half precision
+ROUNDED = 1e-2  # error allowed for rounding in half precision
 OF_SOME_CPUS = "support_avx512bf16_for_cpu"  # an attribute of bitsandbytes' layers
 
 
@@ -69,12 +69,12 @@ class Exported:
     """What an export wrote.
 
     Attributes:
-        merged_error: how far its logits are from those of the adapters before they were merged; None where there were
-            none, or there was no memory to compare them.
-        max_pixels: to how many pixels the run scaled pictures down.
-        scaled: to how many the written processor does so by itself.
-        further: how many tensors are of layers that predict further tokens, which are those of the base.
-        packed: what --quantize has packed.
+        merged_error: how far the logits are from those before merging adapters; None if there were none, or there was
+            not enough memory to compare.
+        max_pixels: the number of pixels to which the run scaled images down.
+        scaled: the number to which the exported processor scales them by itself.
+        further: how many tensors belong to multi-token prediction layers, which are copied from the base.
+        packed: the result of --quantize.
     """
 
     folder: Path
@@ -99,17 +99,17 @@ def export(
 ) -> Exported:
     """Write the model of a run, or of one of its checkpoints, to a folder that `from_pretrained` loads.
 
-    The folder is loaded again, and must hold the weights that were written, and give their logits but for rounding:
-    the last bits of a product with one row go by where its weights begin in memory.
+    The folder is loaded again; it must hold the weights that were written, and give the same logits up to rounding: the
+    last bits of a product with a single row depend on where its weights start in memory.
 
     Args:
-        dtype: one of DTYPES; None keeps that of the weights.
-        plugins, model_type: what may load the model in place of transformers, see `registered_model`.
-        packing: how to pack what was written, which is then loaded and compared once more.
+        dtype: one of DTYPES; None keeps the dtype of the weights.
+        plugins, model_type: may load the model instead of transformers, see `registered_model`.
+        packing: how to pack the written model, which is then loaded and compared again.
 
     Raises:
-        ConfigError: there is no model, the folder is not empty, it cannot be packed so, or the result computes
-            something else.
+        ConfigError: there is no model, the folder is not empty, the model cannot be packed like this, or the result
+            computes something else.
         DataError: rows to calibrate with cannot be used.
     """
     import torch
@@ -117,7 +117,7 @@ def export(
     target = Path(output).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{output} exists already.\nName another folder.")
-    if os.path.ismount(target):  # nothing can be renamed to it
+    if os.path.ismount(target):  # a folder cannot be renamed onto it
         raise ConfigError(f"{output} is a mount point.\nName a folder in it: {target / MODEL}.")
     target = target.resolve() if target.is_symlink() else target
     if packing is not None:
@@ -135,9 +135,9 @@ def export(
     if getattr(model, "peft_config", None):
         model, error = merged(model, ids, rounded=dtype is None)
     if packing is not None and dtype is None and model.dtype == torch.float32:
-        dtype = "bf16"  # nobody computes in fp32 with packed weights
+        dtype = "bf16"  # packed weights are not used with fp32
     if dtype is not None:
-        for value in model.state_dict(keep_vars=True).values():  # what is rebuilt when it is loaded keeps its dtype
+        for value in model.state_dict(keep_vars=True).values():  # buffers that are rebuilt on loading keep their dtype
             if value.is_floating_point():
                 value.data = value.data.to(getattr(torch, DTYPES[dtype]))
     before = logits(model, ids)
@@ -164,7 +164,7 @@ def export(
     load = _loader(aside, processing, plugins or Plugins(), model_type)
     again = load(str(aside), dtype=kept, trust_remote_code=trust_remote_code).eval()
     far = float((logits(again, ids) - expected).abs().max() / expected.abs().max())
-    # In another dtype some models keep a few modules in fp32 when they are loaded.
+    # When loaded in another dtype, some models keep a few modules in fp32.
     same = dtype is not None or _sums(again) == sums
     if not (same and far <= (MERGED if kept == torch.float32 else ROUNDED)):
         raise ConfigError(f"{aside} does not compute the same as the model of {run}. It has been kept for inspection.")
@@ -174,7 +174,7 @@ def export(
         gc.collect()
         with _written(aside):
             packer.pack(aside, kept)
-        with contextlib.redirect_stderr(io.StringIO()):  # compressed-tensors draws bars, whatever it is told
+        with contextlib.redirect_stderr(io.StringIO()):  # compressed-tensors always shows progress bars
             again = load(str(aside), how=plainly, dtype=kept, trust_remote_code=trust_remote_code).eval()
             moved = float((logits(again, ids) - before).abs().max() / before.abs().max())
         packed = packer.check(again, moved, aside)
@@ -186,7 +186,7 @@ def export(
 
 @contextlib.contextmanager
 def _written(folder: Path) -> Iterator[None]:
-    """Raise ConfigError if a folder cannot be written, and leave nothing of it."""
+    """Raise ConfigError if a folder cannot be written, and remove it."""
     from safetensors import SafetensorError
 
     try:
@@ -198,16 +198,16 @@ def _written(folder: Path) -> Iterator[None]:
 
 
 def plainly(kind: Any, source: str, **options: Any) -> Any:
-    """As anybody loads it: packed weights are computed with as they are, and not unpacked for training."""
+    """Load a model as users do: packed weights stay packed, and are not unpacked for training."""
     model = kind.from_pretrained(source, **options)
     for module in model.modules():
-        if hasattr(module, OF_SOME_CPUS):  # bitsandbytes' layout for them takes no rows that its blocks do not divide
+        if hasattr(module, OF_SOME_CPUS):  # this layout needs rows that its blocks divide
             setattr(module, OF_SOME_CPUS, False)
     return model
 
 
 def _sums(model: Any) -> dict[str, int]:
-    """Of each tensor of the model, by its bytes."""
+    """Checksums of the bytes of each tensor of the model."""
     import torch
 
     values = model.state_dict().items()
@@ -215,7 +215,7 @@ def _sums(model: Any) -> dict[str, int]:
 
 
 def _some_tokens(model: Any, tokenizer: Any) -> Any:
-    """Ordinary tokens, of shape (1, 16): a mark of a picture wants one to be there."""
+    """Ordinary tokens, of shape (1, 16): an image placeholder would need an image."""
     import torch
 
     special = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
@@ -243,7 +243,7 @@ def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str |
         model = _ordinary(load(source, dtype="auto", **how, **change))
     except ConfigError:
         raise
-    except Exception as error:  # whatever the loader of a format or code of the model raises
+    except Exception as error:  # loaders of formats and model code may raise anything
         raise ConfigError(f"The model {source} cannot be loaded: {first_line(error)}") from error
     tell_lacking(model, source, folder if adapters else None)
     if adapters:
@@ -254,13 +254,12 @@ def _load(run: str, trust_remote_code: bool, plugins: Plugins, model_type: str |
 
 
 def _recorded(path: Path) -> dict[str, Any]:
-    """The options that the run of a run folder or a checkpoint was recorded with."""
+    """The recorded options of the run that a run folder or a checkpoint belongs to."""
     return recorded_in(path.parent if (path / MANIFEST).is_file() else path)
 
 
 def _embedding_of(path: Path, files: tuple[str, ...]) -> Embedding | None:
-    """How a run folder, a model folder or a checkpoint embeds texts, and such files; None where it does something
-    else."""
+    """How the model in a run folder, a model folder or a checkpoint embeds texts and `files`; None if it does not."""
     if not (path / MANIFEST).is_file():
         return embedding_in(model_folder(str(path)))
     options = _recorded(path)
@@ -270,7 +269,7 @@ def _embedding_of(path: Path, files: tuple[str, ...]) -> Embedding | None:
 
 
 def _scoring_of(path: Path, processing: Any) -> Scoring | None:
-    """How the model in it scores pairs, where its config does not say so."""
+    """How the model scores pairs, if its config does not say."""
     if not (path / MANIFEST).is_file():
         return scoring_in(model_folder(str(path)))
     options = _recorded(path)
@@ -279,14 +278,14 @@ def _scoring_of(path: Path, processing: Any) -> Scoring | None:
 
 
 def _ordinary(model: Any) -> Any:
-    """Adapters are not merged into weights of four bits, which would round what they add."""
+    """Unpack four-bit weights: merging adapters into those would round what they add."""
     from shardproof.integrations.four_bits import unpacked
 
     return unpacked(model, model.dtype)
 
 
 def _loader(folder: Path, processing: Any, plugins: Plugins, model_type: str | None) -> Callable[..., Any]:
-    """What loads the model of a folder: it may be one that rewards, or one that embeds texts."""
+    """The function that loads the model of a folder, which may be a reward or an embedding model."""
     if embedding_in(folder) is not None:
         return load_body
     if judges(folder):
@@ -294,12 +293,13 @@ def _loader(folder: Path, processing: Any, plugins: Plugins, model_type: str | N
     return partial(causal_lm, plugins=plugins, model_type=model_type)
 
 
-# How a run computed is no part of its model, which is compared with what is loaded from the folder that is written.
+# Settings of how a run computes, which do not belong to its model: it is compared with the model loaded from the
+# folder.
 PLAINLY = {"attn": None, "packing": False, "padding_free": False, "sequence_parallel": 1}
 
 
 def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, model_type: str | None) -> tuple[Any, Any]:
-    """The model that the run of a checkpoint began with, with the weights of the checkpoint."""
+    """The initial model of a checkpoint's run, with the weights of the checkpoint."""
     from shardproof.train.run import processing_of
 
     file = path.parent / CONFIG
@@ -319,7 +319,7 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
     if not source:
         raise ConfigError(f"{file} does not name the model of {path}: add 'model: FOLDER' to it.")
     if source == TINY:
-        # A run that has ended keeps what it began with for adapters only; its own model is of that shape.
+        # A finished run keeps its initial model only for adapters; otherwise its own model has the same shape.
         kept = [path.parent / name for name in (BASE, MODEL) if (path.parent / name / "config.json").is_file()]
         if not kept:
             raise ConfigError(f"{path.parent} lacks the folder {BASE}, the model that {path} is a checkpoint of.")
@@ -346,6 +346,6 @@ def _load_checkpoint(path: Path, trust_remote_code: bool, plugins: Plugins, mode
         model = with_adapters(_ordinary(load_model(source, config, model_type=config.model_type)), config)
     begin_adapters(model, config, [path])
     if (precision := mixed_precision(config.precision)) is not None:
-        hold_buffers(model, precision.compute)  # as the run had them
+        hold_buffers(model, precision.compute)  # as in the run
     load_beside_reference(model, path)
     return model, processing

@@ -28,15 +28,15 @@ CONFIG, METRICS, MODEL, BASE, SKIPPED = "config.yaml", "metrics.jsonl", "model",
 COMPLETIONS, ROWS = "completions.jsonl", "rows"
 ERRORS, PICTURE, UNFINISHED, RUNS = "error.txt", "loss.png", "model.unfinished", "runs"
 CHECKPOINTS, LOCK = "checkpoint-*", ".lock"
-TIMELINE = "timeline.rank{rank}.json"  # of one step
-TRACE = "trace.rank{rank}.json.gz"  # of the steps of --profile
-SAMPLE = "base-weights.json"  # what the weights were that adapters were trained on
-BEGUN = "begun-adapters.safetensors"  # what the adapters began with, where that was taken out of the weights
-REPORT = "report.html"  # what `shardproof report` makes of all that
+TIMELINE = "timeline.rank{rank}.json"  # for one step
+TRACE = "trace.rank{rank}.json.gz"  # for the steps of --profile
+SAMPLE = "base-weights.json"  # a sample of the weights that adapters were trained on
+BEGUN = "begun-adapters.safetensors"  # initial values of the adapters that were taken out of the weights
+REPORT = "report.html"  # written by `shardproof report`
 
 
 class RunFolder:
-    """Paths of a run. A finished run is never written over unless asked for."""
+    """The paths of a run. A finished run is never overwritten unless asked for."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,7 +48,7 @@ class RunFolder:
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
-        """Raise ConfigError where --output-dir holds what a run from the start would remove."""
+        """Raise ConfigError if --output-dir holds files that a run from the start would remove."""
         if config.output_dir is None or config.overwrite or in_own_folder(config):
             return
         run = cls(Path(config.output_dir).expanduser())
@@ -62,21 +62,21 @@ class RunFolder:
                 "Name another --output-dir, or add --overwrite."
             )
         if config.resume != AUTO and (run.config.exists() or there):
-            what = "a run already" if run.config.exists() else f"what another program wrote ({', '.join(there[:5])})"
+            what = "a run already" if run.config.exists() else f"files from another program ({', '.join(there[:5])})"
             ways = ["Name another --output-dir", "add --overwrite"]
             if run.config.exists() and run.newest_checkpoint() is not None:
-                ways.append("go on from its newest checkpoint with --resume auto")
+                ways.append("continue from its newest checkpoint with --resume auto")
             raise ConfigError(f"{config.output_dir} holds {what}.\n{', '.join(ways[:-1])}, or {ways[-1]}.")
 
     @classmethod
     def create(cls, config: RunConfig, goes_on: bool = False) -> RunFolder:
-        """Make the folder that --output-dir names, or the next free one under runs/, and lock it.
+        """Create the folder that --output-dir names, or the next free one under runs/, and lock it.
 
         Args:
-            goes_on: what the run has written so far stays.
+            goes_on: keep what the run has written so far.
 
         Raises:
-            ConfigError: the folder cannot be made, or not be written to, or another job is at work in it.
+            ConfigError: the folder cannot be created or written to, or another job is running in it.
         """
         if config.output_dir is None:
             run = cls(
@@ -86,7 +86,7 @@ class RunFolder:
             run = cls(Path(config.output_dir).expanduser())
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-            run.lock = Lock(run.path / LOCK, f"Another job is at work in {run.path}")
+            run.lock = Lock(run.path / LOCK, f"Another job is running in {run.path}")
             if not goes_on:
                 run.clear()
         except CheckpointError as error:
@@ -96,7 +96,7 @@ class RunFolder:
         return run
 
     def clear(self) -> None:
-        """Remove what a run has written, and nothing else."""
+        """Remove the files of a run, and nothing else."""
         names = [CONFIG, METRICS, COMPLETIONS, SKIPPED, ERRORS, PICTURE, REPORT, SAMPLE, BEGUN]
         by_rank = [path for name in (TIMELINE, TRACE) for path in self.path.glob(name.format(rank="*"))]
         for path in [*(self.path / name for name in names), *by_rank]:
@@ -105,13 +105,14 @@ class RunFolder:
             shutil.rmtree(path, ignore_errors=True)
 
     def forget_after(self, step: int) -> None:
-        """Take the records of later steps out of the logs: the run goes on from `step`. Answers that were not written
-        down when its checkpoint was are in that, and are then: those behind the last record of then."""
+        """Remove the records of later steps from the logs, since the run continues from `step`. Answers that were not
+        yet logged when its checkpoint was written are stored in the checkpoint and logged later, so those after the
+        last remaining record are removed too."""
         for log in (self.metrics, self.completions):
             if log.is_file():
                 step = self.last_step() if log == self.completions and self.metrics.is_file() else step
                 kept = log.with_name(log.name + ASIDE)
-                with log.open("rb") as lines, kept.open("wb") as out:  # a text may hold U+2028, which ends no line here
+                with log.open("rb") as lines, kept.open("wb") as out:  # U+2028 in a text is not a line break here
                     out.writelines(line for line in lines if _step(line) <= step)
                 kept.replace(log)
 
@@ -120,23 +121,23 @@ class RunFolder:
         return found[-1] if found else None
 
     def last_step(self) -> int:
-        """The last step that metrics.jsonl tells of, 0 where there is none."""
+        """The last step in metrics.jsonl, 0 if there is none."""
         lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.is_file() else []
         known = (step for line in reversed(lines) if (step := _step(line)) != float("inf"))
         return int(next(known, 0))
 
     def checksum_of_steps(self) -> int:
-        """Of what metrics.jsonl tells of steps, without evaluations: it is another one where steps were taken."""
+        """A checksum of the steps in metrics.jsonl, without evaluations: it changes when steps are taken."""
         lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.is_file() else []
         return zlib.crc32("\n".join(line for line in lines if '"eval_loss"' not in line).encode())
 
     def discard_unless_used(self) -> None:
-        """Leave nothing behind of a run that ended before its first step."""
+        """Remove the files of a run that ended before its first step."""
         shutil.rmtree(self.unfinished, ignore_errors=True)
         if not self.model.exists() and not self.last_step() and self.newest_checkpoint() is None:
             self.clear()
             (self.path / LOCK).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # what else lies there is not ours
+            with contextlib.suppress(OSError):  # other files there are not ours
                 self.path.rmdir()
                 if self.path.parent == Path(RUNS):
                     self.path.parent.rmdir()
@@ -150,7 +151,7 @@ class RunFolder:
             raise
 
     def write_config(self, config: RunConfig) -> None:
-        """Everything needed to repeat the run; without the folder, so that the repetition gets its own."""
+        """Write everything needed to repeat the run, except its folder, so that the repetition gets its own."""
         import yaml
 
         of_this_start = {"output_dir", "overwrite", "resume", "debug"}
@@ -163,13 +164,13 @@ class RunFolder:
         self.config.write_text(f"# repeat with: shardproof {config.command} {self.config}\n{text}", encoding="utf-8")
 
     def write_skipped(self, rows: list[str]) -> None:
-        """List the bad rows that --bad-rows skip left out, where there are any."""
+        """List the bad rows that --bad-rows skip left out, if there are any."""
         if rows:
             (self.path / SKIPPED).write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
 
     def write_sample(self, model: str) -> None:
-        """Keep a sample of the weights that adapters are trained on, to know them by."""
-        if not (self.path / SAMPLE).exists() and (sample := sample_of(model)):  # one is there where a run goes on
+        """Keep a sample of the weights that adapters are trained on, to recognise them later."""
+        if not (self.path / SAMPLE).exists() and (sample := sample_of(model)):  # a resumed run has one
             (self.path / SAMPLE).write_text(json.dumps({"model": model, "sample": sample}) + "\n", encoding="utf-8")
 
 
@@ -183,11 +184,11 @@ def _next_free(parent: Path, name: str) -> Path:
         except FileExistsError:
             number += 1
         except OSError as error:
-            raise ConfigError(f"No run folder can be made under {parent.absolute()}: {error.strerror}.") from error
+            raise ConfigError(f"No run folder can be created under {parent.absolute()}: {error.strerror}.") from error
 
 
 def _step(line: bytes | str) -> float:
-    """The step of a record; infinity where the line was cut off."""
+    """The step of a record; infinity if the line is cut off."""
     try:
         return int(json.loads(line)["step"])
     except ValueError:
@@ -200,14 +201,14 @@ def _stem(source: str) -> str:
 
 
 def options_of_resumed(resume: object, output_dir: object) -> Path | None:
-    """The file with the options of the run that --resume names; None where there is no such run."""
+    """The file with the options of the run that --resume names; None if there is no such run."""
     where = output_dir if resume == AUTO else resume
     path = Path(str(where)).expanduser()
     return next((file for file in (path / CONFIG, path.parent / CONFIG) if where and file.is_file()), None)
 
 
 def recorded_in(run: Path) -> dict[str, Any]:
-    """The options that a run folder was recorded with; none of a folder that is of no run.
+    """The recorded options of a run folder; empty for other folders.
 
     Raises:
         ConfigError: they cannot be read.
@@ -219,21 +220,21 @@ def recorded_in(run: Path) -> dict[str, Any]:
         found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
-        why = f"line {mark.line + 1} is no YAML" if mark is not None else f"{error}"
-        raise ConfigError(f"{file} cannot be read: {why}. Repair it: it says what the run was.") from error
+        why = f"line {mark.line + 1} is not valid YAML" if mark is not None else f"{error}"
+        raise ConfigError(f"{file} cannot be read: {why}. Repair it: it records the options of the run.") from error
     return found if isinstance(found, dict) else {}
 
 
 def other_weights(run: Path, base: str) -> str:
-    """What to say where the weights of a base are not those that the adapters of a run were trained on, or where that
-    cannot be told; or nothing."""
+    """A warning if the weights of a base are not those that the adapters of a run were trained on, or if that is
+    unknown; otherwise empty."""
     file = run / SAMPLE
     unknown = f"which weights these adapters were trained on: those of {base} are not compared with them."
     try:
         found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"sample": ""}
     except OSError as error:
-        return f"{file} cannot be read ({error.strerror or error}), and so it is not known {unknown}"
-    except ValueError:  # torn: as if there were none
+        return f"{file} cannot be read ({error.strerror or error}), so it is not known {unknown}"
+    except ValueError:  # cut off: treated as missing
         return ""
     there = found.get("sample") if isinstance(found, dict) else None
     if not isinstance(there, str):
@@ -242,18 +243,18 @@ def other_weights(run: Path, base: str) -> str:
         return ""
     return (
         f"The weights of {base} are not those that the adapters of {run} were trained on: they were changed since, "
-        "cast, or saved under other names. On other weights adapters give something else."
+        "cast, or saved under other names. On other weights, adapters behave differently."
     )
 
 
 def tell_other_weights(run: Path, base: str) -> None:
-    """Warn of what `other_weights` says."""
+    """Log the warning of `other_weights`, if any."""
     if told := other_weights(run, base):
         log.warning(told)
 
 
 def base_of(adapter: Path) -> str:
-    """The model that an adapter was trained on; a run folder that was moved brings its own."""
+    """The model that an adapter was trained on; a run folder that was moved has its own copy."""
     base = str(json.loads((adapter / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
     beside = adapter.parent / BASE
     return str(beside) if not Path(base).is_dir() and beside.is_dir() else base

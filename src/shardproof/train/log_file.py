@@ -1,4 +1,4 @@
-"""A file of JSON lines that a run adds to while it trains."""
+"""A file of JSON lines that a run appends to during training."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ log = logging.getLogger("shardproof")
 
 
 class LogFile:
-    """What cannot be written is kept, and written with the next: a disk that is full for a while ends no run, as it
-    does not where a checkpoint is saved."""
+    """Records that cannot be written are kept, and written with the next ones: a disk that is full for a while does not
+    end a run, as with checkpoints."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._unwritten: list[bytes] = []  # for which there was no room
+        self._unwritten: list[bytes] = []  # lines for which there was no room
 
     def add(self, *records: Mapping[str, Any]) -> None:
-        """Add records, a line each."""
+        """Append records, one per line."""
         waits = bool(self._unwritten)
-        # Half of a pair of UTF-16 is no UTF-8, and as an escape it is JSON.
+        # A lone UTF-16 surrogate cannot be encoded as UTF-8, but its escape is valid JSON.
         lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         self._unwritten += [line.encode("utf-8", "backslashreplace") for line in lines]
         data = b"".join(self._unwritten)
@@ -36,7 +36,7 @@ class LogFile:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if not waits:
-                said = "%s cannot be written (%s): what is logged waits until it can"
+                said = "%s cannot be written (%s): log records are kept until it can"
                 log.warning(said, self.path, error.strerror or error)
             return
         self._unwritten.clear()

@@ -1,4 +1,4 @@
-"""Adapters merged into the weights of their model, and whether it computes the same then."""
+"""Merges adapters into the weights of their model, and checks that it still computes the same."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from shardproof.zero.device import host_memory
 log = logging.getLogger("shardproof")
 
 INSTEAD = "`infer` and PEFT load them as they are."
-MERGED = 1e-3  # what merging may change of the logits, in fp32, relative to the largest
+MERGED = 1e-3  # allowed change of logits by merging in fp32, relative to the largest
 
 
 def merged(model: Any, ids: Any, rounded: bool) -> tuple[Any, float | None]:
-    """The model without its adapters, and how far merging moves its logits, relative to the largest; None where there
-    is no memory to compare them.
+    """The model with its adapters merged, and how far that moves its logits, relative to the largest; None if there is
+    not enough memory to compare them.
 
-    Half precision rounds every product of that comparison, and moves logits by a percent. So both sides of it are
-    computed in fp32, and what is merged is rounded once, where it is: to the dtypes of its base, if `rounded`.
+    Half precision rounds every product in that comparison, which moves logits by a percent. So both sides are computed
+    in fp32, and merged weights are rounded only once: to the dtypes of the base, if `rounded`.
 
     Raises:
-        ConfigError: merging makes another model.
+        ConfigError: the adapters cannot be merged, or merging changes the model.
     """
     how = model.active_peft_config
     if not hasattr(model, "merge_and_unload") or getattr(how, "alora_invocation_tokens", None):
         raise ConfigError(
-            f"What was trained (PEFT's {how.peft_type.value}) is beside the model, or there for some inputs only, and"
+            f"What was trained (PEFT's {how.peft_type.value}) works beside the model, or for some inputs only, and"
             f" cannot be merged into its weights. {INSTEAD}"
         )
     own = {_plain(name): dtype for name, _, dtype in _halves(model.get_base_model())}
@@ -49,13 +49,13 @@ def merged(model: Any, ids: Any, rounded: bool) -> tuple[Any, float | None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="All adapters are already merged")
             model = model.merge_and_unload(safe_merge=True)
-    except (ValueError, NotImplementedError) as reason:  # of BEFT, which learns biases that a layer may not have
+    except (ValueError, NotImplementedError) as reason:  # from BEFT, which learns biases that a layer may lack
         raise ConfigError(f"PEFT cannot merge these: {reason}. {INSTEAD}") from reason
     error = None if before is None else float((logits(model, ids) - before).abs().max() / before.abs().max())
     if error is not None and not error <= MERGED:
         why = "they do not fit"
         if shared:
-            why = f"{' and '.join(shared)} share one weight, and have adapters of their own. `infer` and PEFT load them"
+            why = f"{' and '.join(shared)} share one weight but have adapters of their own. `infer` and PEFT load them"
             why += " as they are"
         raise ConfigError(f"Merging the adapters changes the logits by {error:.1g} of the largest: {why}.")
     for name, value in _values(model):
@@ -65,27 +65,27 @@ def merged(model: Any, ids: Any, rounded: bool) -> tuple[Any, float | None]:
 
 
 def _fits_in_fp32(model: Any) -> bool:
-    """Whether all of a model in half precision can be there in fp32; says so where it cannot."""
+    """Whether all half-precision weights of a model fit into memory in fp32; warns if they do not."""
     more = sum({id(value): value.nbytes for _, value, _ in _halves(model)}.values())
     left = host_memory()
     if more < 0.9 * left or not left:
         return True
     log.warning(
-        "Adapters are merged in fp32 layer by layer, and the logits of before are not compared with those of the "
-        "merged model: that takes %.3g GB more, and this machine has %.3g GB left.",
+        "Adapters are merged in fp32 layer by layer, and the logits before are not compared with those of the "
+        "merged model: that would take %.3g GB more, and this machine has %.3g GB left.",
         *(more / 1e9, left / 1e9),
     )
     return False
 
 
 def _merge_each(model: Any) -> None:
-    """Merge the adapters of one layer after the other, each in fp32, rounded once."""
+    """Merge the adapters layer by layer, each in fp32 and rounded once."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for layer in model.modules():
         if isinstance(layer, BaseTunerLayer):
             halves = _widen(layer)
-            if hasattr(layer, "unload_and_optionally_merge_module"):  # merged when it is unloaded
+            if hasattr(layer, "unload_and_optionally_merge_module"):  # merged on unloading
                 continue
             layer.merge(safe_merge=True)
             for _, value, dtype in halves:
@@ -93,7 +93,7 @@ def _merge_each(model: Any) -> None:
 
 
 def _widen(module: Any) -> list[tuple[str, Any, Any]]:
-    """Give what is in half precision to fp32. Returns what that was."""
+    """Convert half-precision values to fp32. Returns what was converted."""
     halves = list(_halves(module))
     for _, value, _ in halves:
         value.data = value.data.float()
@@ -101,7 +101,7 @@ def _widen(module: Any) -> list[tuple[str, Any, Any]]:
 
 
 def _halves(module: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The name, value and dtype of what is in half precision."""
+    """The name, value and dtype of all half-precision values."""
     import torch
 
     half = (torch.bfloat16, torch.float16)
@@ -109,12 +109,12 @@ def _halves(module: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _untie(model: Any) -> None:
-    """Give the head a weight of its own where it is the embedding's and one of the two has adapters, or tokens that are
-    trained: merged into the one weight of both, they would change the other, too, and those of both would be added."""
+    """Untie the head from the embedding if one of the two has adapters or trained tokens: merged into their shared
+    weight, those would change the other one too, and those of both would be added up."""
     import torch
 
     ends = model.get_output_embeddings(), model.get_input_embeddings()
-    tokens = [getattr(end, "token_adapter", None) for end in ends]  # of a wrapper, which hides its layer
+    tokens = [getattr(end, "token_adapter", None) for end in ends]  # a wrapper hides its layer
     bare = tuple(getattr(one or end, "base_layer", end) for one, end in zip(tokens, ends, strict=True))
     head, embedding = bare
     tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
@@ -128,19 +128,19 @@ def _untie(model: Any) -> None:
 
 
 def _values(model: Any) -> Iterator[tuple[str, Any]]:
-    """Parameters and buffers with all their names, also those that no file holds."""
+    """Parameters and buffers with all their names, including those that are in no file."""
     return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
 
 
 def _plain(name: str) -> str:
-    """What PEFT's name of a weight is without adapters."""
+    """The name of a weight without the components that PEFT adds."""
     return re.sub(
         r"\.(base_layer|original_module|token_adapter)(?=\.)", "", name
     )  # a module may be wrapped several times
 
 
 def logits(model: Any, ids: Any) -> Any:
-    """Of token ids; of a model without a head its hidden states. In fp32."""
+    """The logits for token ids, or the hidden states of a model without a head, in fp32."""
     import torch
 
     with torch.no_grad():

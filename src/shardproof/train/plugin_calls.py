@@ -1,5 +1,5 @@
-"""Functions of the user's: how they failed, and where they stand; losses and metrics that are checked as they are
-called."""
+"""Calls of users' functions: how they failed, and where they are defined; losses and metrics are checked on each
+call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def own_loss(name: str, function: Callable[..., Any] | None) -> Callable[..., to
         if torch.is_grad_enabled() and not found.requires_grad and _has_graph(args):
             raise ConfigError(
                 f"{subject} returned a number that has no gradient with respect to the model, so nothing can be"
-                f" learnt from it.\nCompute it from outputs.logits with torch operations only: without .item(),"
+                f" learned from it.\nCompute it from outputs.logits with torch operations only: without .item(),"
                 f" .detach(),"
                 " .numpy(), torch.no_grad(), argmax, or torch.tensor(...) of a result."
             )
@@ -58,7 +58,7 @@ def own_metric(name: str, function: Callable[..., Any]) -> Callable[..., tuple[f
 
 
 def own_answer_metric(name: str, function: Callable[..., Any]) -> Callable[[str, str], float]:
-    """A plugin's metric of answers, checked whenever it is called."""
+    """A plugin's metric for answers, checked whenever it is called."""
     subject = f"--answer-metrics {name}{place_of(function)}"
 
     def metric(answer: str, right: str) -> float:
@@ -75,7 +75,7 @@ def own_answer_metric(name: str, function: Callable[..., Any]) -> Callable[[str,
 
 
 def _has_graph(args: Any) -> bool:
-    """Whether what the model gave to a loss can be learnt from; else the loss is not what is wrong."""
+    """Whether the model's outputs have gradients; if they do not, the loss is not to blame."""
     logits = getattr(args[0], "logits", None) if args else None
     return isinstance(logits, torch.Tensor) and logits.requires_grad
 
@@ -85,7 +85,7 @@ def _called(subject: str, function: Callable[..., Any], args: Any, kwargs: Any) 
         return function(*args, **kwargs)
     except (ShardproofError, torch.OutOfMemoryError):
         raise
-    except (Exception, SystemExit) as error:  # whatever the user's function raises
+    except (Exception, SystemExit) as error:  # the user's function may raise anything
         raise ConfigError(f"{subject} {failure(error, function)}") from error
 
 
@@ -98,22 +98,22 @@ def _in_words(found: Any) -> str:
 
 
 def failure(error: BaseException, function: Callable[..., Any]) -> str:
-    """How a function of the user's failed, and in which line of its file."""
+    """How a user's function failed, and in which line of its file."""
     frames, code = traceback.extract_tb(error.__traceback__), _code_of(function)
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-    at = (own or frames)[-1]  # a library that it calls says little
+    at = (own or frames)[-1]  # a line in a library that it calls says little
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return f"failed with {what} ({Path(at.filename).name}, line {at.lineno})."
 
 
 def _code_of(function: Callable[..., Any]) -> CodeType | None:
-    """The code of a function, or of what is called in its place."""
+    """The code of a function, or of its __call__."""
     inner = inspect.unwrap(function)
     return getattr(inner if hasattr(inner, "__code__") else type(inner).__call__, "__code__", None)
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """` (my_rewards.py:5)` of a function of the user's, or nothing."""
+    """` (my_rewards.py:5)` for a user's function, otherwise empty."""
     code = _code_of(function)
     if code is None or _OURS in Path(code.co_filename).parents:
         return ""

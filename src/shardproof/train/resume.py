@@ -1,4 +1,4 @@
-"""Which checkpoint a run begins from, and whether its data is still the same."""
+"""Which checkpoint a run resumes from, and whether its data is still the same."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS, DEALT, DAY, PARTS = "global_batch_size", "dealt", "day", "file_parts"
 SIZES = ROWS, "per_device_batch_size", "gradient_accumulation_steps"
 AUTO, RUN, SUMS, STATE = "auto", "run.json", "rows.crc32", "trainer_state.json"
 
-# Options that decide in which place a row stands, and those that decide what is made of it.
+# Options that decide the position of a row, and those that decide how it is encoded.
 PLACES = (
     *("seed", "group_by_length", "drop_last", "packing", "num_generations", "num_iterations", "steps_per_generation"),
     *("streaming", "shuffle_buffer_size", "interleave_prob", "stopping_strategy"),
@@ -40,7 +40,7 @@ CONTENTS = (
     *("max_image_tokens", "max_frame_tokens", "max_positives", "max_negatives"),
 )
 
-# Options that the state of an optimizer, adapters or a head have taken in, and those by which only coming steps differ.
+# Options that have shaped the state of an optimizer, adapters or a head, and those that only affect later steps.
 FIXED = (
     *("rlhf_type", "learning_rate", "part_learning_rates", "lorap_lr_ratio", "weight_decay", "optimizer_arguments"),
     *(
@@ -76,7 +76,7 @@ TOLD = (
 
 
 def check_saving(config: RunConfig) -> None:
-    """Raise ConfigError for options about checkpoints that cannot be what was meant."""
+    """Raise ConfigError for options about checkpoints that contradict each other."""
     if config.save_steps and config.save_strategy in ("epoch", "no"):
         raise ConfigError(
             f"--save-steps {config.save_steps} and --save-strategy {config.save_strategy}: leave one of them out."
@@ -110,10 +110,10 @@ def check_saving(config: RunConfig) -> None:
 
 
 def starts(config: RunConfig) -> list[Path]:
-    """The checkpoints that --resume may begin from, the best first; none for a run that begins anew.
+    """The checkpoints that --resume may start from, the best first; empty for a run from the start.
 
     Raises:
-        ConfigError: --resume names nothing that is complete, or what no run can go on from.
+        ConfigError: --resume names no complete checkpoint, or one that no run can resume from.
     """
     resume = config.resume
     if resume is None:
@@ -124,7 +124,7 @@ def starts(config: RunConfig) -> list[Path]:
         return _with_optimizer(complete(Path(config.output_dir).expanduser())[::-1])
     path = Path(resume).expanduser()
     if (path / MANIFEST).is_file():
-        Manifest.read(path)  # a damaged one is told before any process is started
+        Manifest.read(path)  # a damaged one is reported before any process is started
     found = _with_optimizer([path] if (path / MANIFEST).is_file() else complete(path)[::-1])
     if not found:
         raise ConfigError(f"--resume {resume}: this folder {_what_is_there(path)}")
@@ -132,7 +132,7 @@ def starts(config: RunConfig) -> list[Path]:
 
 
 def _what_is_there(path: Path) -> str:
-    """Of a folder without a checkpoint of ours, what to do."""
+    """What is wrong with a folder without a checkpoint of ours, and what to do."""
     from shardproof.checkpoint.from_deepspeed import deepspeed_folder
     from shardproof.checkpoint.from_distributed import distributed_folders
 
@@ -141,17 +141,17 @@ def _what_is_there(path: Path) -> str:
     within = [path, *sorted(path.glob("checkpoint-*"), key=lambda folder: folder.stat().st_mtime, reverse=True)]
     foreign = next((folder for folder in within if (folder / STATE).is_file()), None)
     if foreign is None:
-        return "holds no complete checkpoint.\nA run writes some with --save-steps."
-    said = f"holds a checkpoint of transformers' Trainer, which ms-swift uses, too ({foreign}).\n"
+        return "holds no complete checkpoint.\nA run writes checkpoints with --save-steps."
+    said = f"holds a checkpoint of transformers' Trainer, which ms-swift uses too ({foreign}).\n"
     if deepspeed_folder(foreign) or distributed_folders(foreign):
-        return f"{said}'shardproof convert {foreign} FOLDER' writes one to go on from."
+        return f"{said}'shardproof convert {foreign} FOLDER' writes one to resume from."
     if (foreign / "adapter_config.json").is_file():
-        return f"{said}Its optimizer's state cannot be read. Merge its adapters with PEFT, and begin with --model."
-    return f"{said}Its optimizer's state cannot be read. Begin from its weights: --model {foreign}."
+        return f"{said}Its optimizer's state cannot be read. Merge its adapters with PEFT, and start with --model."
+    return f"{said}Its optimizer's state cannot be read. Start from its weights: --model {foreign}."
 
 
 def passed_over(config: RunConfig) -> list[str]:
-    """What is wrong with the checkpoints that --resume auto does not begin from."""
+    """What is wrong with the checkpoints that --resume auto skips."""
     problems = []
     if config.resume == AUTO and config.output_dir is not None:
         for mark in sorted(Path(config.output_dir).expanduser().glob(f"*/{MANIFEST}")):
@@ -163,7 +163,7 @@ def passed_over(config: RunConfig) -> list[str]:
 
 
 def in_own_folder(config: RunConfig, begin: list[Path] | None = None) -> bool:
-    """Whether the run goes on in the folder that the checkpoint it begins from lies in. `begin`: what `starts` says."""
+    """Whether the run continues in the folder of the checkpoint it resumes from. `begin`: the result of `starts`."""
     begin = starts(config) if begin is None else begin
     return bool(begin) and config.output_dir is not None and same_folder(begin[0].parent, config.output_dir)
 
@@ -173,7 +173,7 @@ def same_folder(one: str | Path, other: str | Path) -> bool:
 
 
 def _with_optimizer(found: list[Path]) -> list[Path]:
-    """Raise ConfigError if no run can go on from the first of these checkpoints."""
+    """Raise ConfigError if no run can resume from the first of these checkpoints."""
     found = [path for path in found if (path / STATE).is_file()] or found
     if found and not (found[0] / STATE).is_file():
         raise ConfigError(
@@ -189,7 +189,7 @@ def _with_optimizer(found: list[Path]) -> list[Path]:
 
 
 def _has_optimizer(checkpoint: Path) -> bool:
-    """Of a damaged one nothing is said here: another may take its place."""
+    """Whether a checkpoint has an optimizer; True for a damaged one, since another may take its place."""
     try:
         names = Manifest.read(checkpoint).values
     except CheckpointError:
@@ -198,18 +198,18 @@ def _has_optimizer(checkpoint: Path) -> bool:
 
 
 def with_folder(config: Config) -> Config:
-    """--resume PATH without --output-dir goes on in the folder of that run."""
+    """--resume PATH without --output-dir continues in the folder of that run."""
     if config.resume in (None, AUTO) or config.output_dir is not None:
         return config
     return config.model_copy(update={"output_dir": str(starts(config)[0].parent)})
 
 
 def with_rows_a_step(config: Config, world_size: int) -> Config:
-    """A run that goes on, where no option that was given says how many rows a step has: as many as before. A size that
-    stands in the options of that run is no such option: of its micro-batch is kept what the processes can share.
+    """For a resumed run, keep the number of rows per step unless a given option sets it. Sizes that only come from the
+    options of that run do not count as given: its micro-batch size is kept as far as the processes can share the rows.
 
     Raises:
-        ConfigError: so many processes cannot share them evenly.
+        ConfigError: the processes cannot share the rows evenly.
     """
     begin = starts(config)
     file = begin[0] / RUN if begin else None
@@ -242,15 +242,15 @@ def order_of(
     day: date | None = None,
     parts: dict[str, str] | None = None,
 ) -> dict[str, bytes]:
-    """What decides which rows a step sees and what they are, as files of a checkpoint.
+    """What decides which rows a step sees and how they are encoded, as files for a checkpoint.
 
     Args:
-        rows: as they were read, with `checksums`.
-        encoded: how many there are to learn from, packed ones counted once.
-        batch: rows of a step.
+        rows: the rows as read, with `checksums`.
+        encoded: how many rows there are to train on, counting a packed row once.
+        batch: rows per step.
         dealt: see dealt.py
-        day: which chat templates write, see dated.py
-        parts: of the processor, that prepare files
+        day: the day that chat templates write, see dated.py
+        parts: the processor's classes that prepare files
     """
     said = {
         "rows": encoded,
@@ -271,30 +271,30 @@ def order_of(
 
 
 def check_order(start: Path, order: dict[str, bytes], rows: Any) -> dict[str, int] | None:
-    """Compare what `order_of` gives with what the run that wrote the checkpoint had. Of rows that are still in their
-    places, but not as they were, it warns: whoever corrects a row wants to go on.
+    """Compare the result of `order_of` with that of the run that wrote the checkpoint. It only warns about rows that
+    have changed but kept their positions: a user who corrects a row wants to continue.
 
-    Returns: how rows were dealt out in that run, as dealt.py has it; None where it has not said so.
+    Returns: how rows were distributed in that run, in the form of dealt.py; None if it was not recorded.
 
     Raises:
-        ConfigError: a step would see other rows, or the optimizer is another one.
+        ConfigError: a step would see other rows, or the optimizer differs.
     """
     if not (said := said_by_run(start)):
         return None
-    saved = {"group_by_length": False, "drop_last": False} | said  # which earlier releases did not write
+    saved = {"group_by_length": False, "drop_last": False} | said  # earlier releases did not write these
     here = json.loads(order[RUN])
     _check_options(start, here.pop("options"), saved.get("options", {}))
-    for name in (DEALT, DAY, PARTS):  # see dealt.py; the run has taken it; see media.py
+    for name in (DEALT, DAY, PARTS):  # see dealt.py; taken over by the run; see media.py
         here.pop(name)
     odd = [name for name in here if here[name] != saved.get(name, here[name])]
     if "optimizer" in odd:
         raise ConfigError(
-            f"{start} was written with --optimizer {saved['optimizer']}, and --optimizer {here['optimizer']} keeps"
+            f"{start} was written with --optimizer {saved['optimizer']}, but --optimizer {here['optimizer']} keeps"
             f" different state.\nResume with the same one, or start from the weights: {exported(start)}."
         )
     if odd == [ROWS]:
         raise ConfigError(
-            f"{start} was written with {saved[ROWS]} rows a step, and these options give {here[ROWS]}.\nResume with"
+            f"{start} was written with {saved[ROWS]} rows per step, but these options give {here[ROWS]}.\nResume with"
             f" --global-batch-size {saved[ROWS]} and without --gradient-accumulation-steps, on any number of processes"
             " that divides it."
         )
@@ -302,7 +302,7 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> dict[str, in
     if any(name not in CONTENTS for name in odd):
         raise _other_data(start, told)
     rows_differ = _compare_rows(start, order[SUMS], rows)
-    # Lengths decide where a row stands.
+    # Lengths decide the position of a row.
     by_length = [name for name in ("packing", "group_by_length") if here.get(name)]
     if by_length and (odd or rows_differ):
         what = told or rows_differ
@@ -317,24 +317,24 @@ def check_order(start: Path, order: dict[str, bytes], rows: Any) -> dict[str, in
 
 
 def day_of_run(start: Path) -> date | None:
-    """The day that the rows of the run say which wrote a checkpoint; None of an earlier release."""
+    """The day recorded by the run that wrote a checkpoint; None for an earlier release."""
     saved = said_by_run(start).get(DAY)
     return date.fromisoformat(saved) if saved else None
 
 
 def said_by_run(start: Path) -> dict[str, Any]:
-    """What the run that wrote a checkpoint said of its rows and options, if it did."""
+    """What the run that wrote a checkpoint recorded about its rows and options, if it did."""
     file = start / RUN
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
 def _check_options(start: Path, here: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Compare options of now with those that the checkpoint was written with; of an earlier release none are known.
+    """Compare the current options with those that the checkpoint was written with; earlier releases recorded none.
 
     Raises:
-        ConfigError: one would have no effect, or another meaning for what is in the checkpoint.
+        ConfigError: an option would have no effect, or would contradict what is in the checkpoint.
     """
-    saved = with_real_places(saved)  # earlier releases wrote it as given
+    saved = with_real_places(saved)  # earlier releases wrote paths as given
     odd = [name for name in here if name in saved and here[name] != saved[name]]
     told = {name: f"{flag(name)} {_short(here[name])} instead of {_short(saved[name])}" for name in odd}
     if fixed := [told[name] for name in odd if name not in TOLD]:
@@ -347,10 +347,10 @@ def _check_options(start: Path, here: dict[str, Any], saved: dict[str, Any]) -> 
 
 
 def _compare_rows(start: Path, sums: bytes, rows: Any) -> str:
-    """How rows differ that are still in their places; empty if they do not.
+    """How rows that kept their positions differ; empty if they do not.
 
     Raises:
-        ConfigError: they stand in other places, or are other data.
+        ConfigError: rows have moved, or are other data.
     """
     file = start / SUMS
     if not file.is_file():  # an earlier release wrote it
@@ -385,12 +385,12 @@ def _short(value: Any) -> str:
 
 
 def step_of(start: Path) -> int:
-    """After which step a checkpoint was written."""
+    """The step after which a checkpoint was written."""
     return int(json.loads((start / STATE).read_text(encoding="utf-8"))["global_step"])
 
 
 def at_its_end(start: Path, steps: int, config: RunConfig) -> str:
-    """What is said of a checkpoint at, or beyond, the last step of a run that begins from it; nothing of another."""
+    """A warning for a checkpoint at or beyond the last step of the run that resumes from it; otherwise empty."""
     if not (start / STATE).is_file() or (done := step_of(start)) < steps:
         return ""
     option, value = ("--max-steps", steps) if config.max_steps else ("--epochs", f"{config.epochs:g}")

@@ -1,7 +1,7 @@
-"""What every recipe shares, from top to bottom: check, read, prepare once, then train on every rank.
+"""What every recipe shares, from start to finish: check, read, prepare once, then train on every rank.
 
-A recipe is a module, most often of the name of its command, with `check`, `read`, `prepare`, `import_libraries` and
-`train`, built of these.
+A recipe is a module, usually named after its command, with `check`, `read`, `prepare`, `import_libraries` and `train`,
+built from these.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ class Prepared:
     """A run that can start: what is learned from which model, and where the result goes.
 
     Attributes:
-        starts: checkpoints to go on from, the best first; none for a run from the beginning.
-        order: what a checkpoint says of the rows and their order, by the names of files.
-        processing: the model's processor, where it takes pictures or sounds, or else its tokenizer.
-        logged: a checksum of the steps that the log told of before.
+        starts: checkpoints to resume from, the best first; empty for a run from the start.
+        order: what a checkpoint records about the rows and their order, by file name.
+        processing: the model's processor if it takes images, audio or video, otherwise its tokenizer.
+        logged: a checksum of the steps in the log before this start.
         lock: keeps other jobs out of the folder, in the process that prepared.
         saves: whether the weights are written at the end.
     """
@@ -133,7 +133,7 @@ class Prepared:
 
     @property
     def epoch_steps(self) -> int:
-        """Of a pass over the rows."""
+        """Steps per pass over the rows."""
         return steps_of(len(self.rows), self.rows_a_step, self.config.drop_last)
 
     @property
@@ -144,7 +144,7 @@ class Prepared:
 
 
 def check(config: RunConfig, world_size: int) -> Batch:
-    """What can be known from the options alone; imports nothing heavy."""
+    """Check what the options alone can tell; imports nothing heavy."""
     check_named(config)
     batch = config.batch(world_size)
     check_model(config)
@@ -177,15 +177,15 @@ def prepare(
     kind: type[Prepared],
     model_kind: str = CAUSAL,
 ) -> Any:
-    """Make the tokenizer and the output folder, and let `encode(rows, processing)` turn rows into what is learned.
+    """Load the tokenizer, create the output folder, and encode the rows with `encode(rows, processing)`.
 
     `model_kind`: the class of transformers that loads the model.
 
     Raises:
-        ConfigError, DataError: everything a user can put right, found before any process is started.
+        ConfigError, DataError: errors that a user can fix, found before any process is started.
     """
     check_attention(config)
-    if names := getattr(config, "new_special_tokens", []):  # written out: so they stand in config.yaml
+    if names := getattr(config, "new_special_tokens", []):  # written out, so that config.yaml lists them
         config = config.model_copy(update={"new_special_tokens": tokens_of(names)})
     begin = starts(config)
     for problem in passed_over(config):
@@ -197,7 +197,7 @@ def prepare(
     known = str(base.absolute()) if base is not None and base.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
         source = known or model_source(config, Path(scratch) / BASE, rows)
-        if model_kind == CAUSAL and not config.external_plugins:  # which may bring a class for it
+        if model_kind == CAUSAL and not config.external_plugins:  # plugins may bring a class for it
             check_looks_back(source, config.trust_remote_code)
         if not config.external_plugins:
             check_can_unpack(source)
@@ -211,7 +211,7 @@ def prepare(
             val_encoded = encode(val_rows, processing) if val_rows is not None else None
         except DataError as error:
             raise DataError(f"Rows to evaluate on: {error}") from None
-        if not config.external_plugins:  # which may bring another model
+        if not config.external_plugins:  # plugins may bring another model
             check_positions(config, source, encoded, val_encoded)
             check_vocabulary(config, source, processing, encoded, val_encoded)
         many = 0 if getattr(config, "streaming", False) else len(encoded)
@@ -245,7 +245,7 @@ def prepare(
 
 
 def processing_of(source: str, config: RunConfig) -> Any:
-    """The processor or tokenizer of a run, with the chat template that its options make.
+    """The processor or tokenizer of a run, with the chat template from its options.
 
     Raises:
         ConfigError: as `load_processing` and `set_template`.
@@ -275,9 +275,8 @@ def train(
 ) -> int:
     """Train on this rank and save. Collective: every rank of the process group calls it.
 
-    `make_trainer(callbacks, reporter)` gives the trainer of `model`; the reporter, None on other ranks than the first,
-    is one of the callbacks. Any of `signals` ends training after the
-    step it comes in, and the weights of that step are saved.
+    `make_trainer(callbacks, reporter)` returns the trainer for `model`; the reporter, None on all ranks but the first,
+    is one of the callbacks. Any of `signals` ends training after the current step, whose weights are saved.
 
     Returns: the signal that ended training, or 0.
     """
@@ -306,7 +305,7 @@ def train(
     trainer.recorder.folder = None if write else folder.path
     if reporter:
         reporter.recorder = trainer.recorder
-    if not prepared.saves:  # whoever only watches a run wants to see where it becomes NaN
+    if not prepared.saves:  # a run that is only watched shall show where it becomes NaN
         trainer.remove_callback(trainer.finite)
     if config.profile:
         trainer.add_callback(Profiler(folder.path, config.profile))
@@ -327,7 +326,7 @@ def train(
             save_model(trainer, config, prepared.processing, folder, first)
             if keep_cache is not None:
                 model.config.use_cache = during
-        at_the_end = not config.evaluates and config.eval_strategy != "no"  # else Trainer has ended with one
+        at_the_end = not config.evaluates and config.eval_strategy != "no"  # otherwise Trainer has just evaluated
         if prepared.val_rows is not None and at_the_end and not stop.agreed:
             with contextlib.suppress(EvaluationEnded):
                 trainer.evaluate()
@@ -335,9 +334,9 @@ def train(
 
 
 def _train_from_the_best(trainer: Any, prepared: Prepared, folder: RunFolder, first: bool) -> None:
-    """Train, from the newest checkpoint that is whole where there are any."""
+    """Train, from the newest intact checkpoint if there is one."""
     for number, start in enumerate(prepared.starts, 1):
-        if first:  # what ranks that died have logged since, also where they had begun from another run's checkpoint
+        if first:  # logged since by ranks that died, perhaps after starting from another run's checkpoint
             folder.forget_after(step_of(start))
         try:
             trainer.train(resume_from_checkpoint=str(start))
@@ -350,14 +349,14 @@ def _train_from_the_best(trainer: Any, prepared: Prepared, folder: RunFolder, fi
             if first:
                 log.warning("%s Resuming from the one before it.", error)
     if first:
-        # Of ranks that died before there was a checkpoint. An evaluation before the first step is there again.
+        # Logged by ranks that died before the first checkpoint. An evaluation before the first step is kept.
         folder.forget_after(0 if prepared.starts else -1)
     trainer.train()
 
 
 def again(prepared: Prepared, world_size: int) -> Prepared:
-    """The same run when ranks were lost: from its newest checkpoint, on so many ranks, with the same rows in a step.
-    What is another one on these is told, and stands in the checkpoints that follow."""
+    """The same run after ranks were lost: from its newest checkpoint, on `world_size` ranks, with the same rows per
+    step. Differences that this causes are reported, and recorded in the following checkpoints."""
     config = prepared.config.model_copy(update={"nproc": world_size, "resume": AUTO})
     changed = copy.copy(prepared)
     changed.config, changed.batch = config, prepared.batch.on(world_size)

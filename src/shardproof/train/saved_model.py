@@ -1,4 +1,4 @@
-"""The model that a run leaves behind, in its folder model/."""
+"""The model that a run writes at its end, in its folder model/."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("shardproof")
 
 
 def save_model(trainer: Any, config: RunConfig, processing: Any, folder: RunFolder, first: bool) -> None:
-    """Write what was trained, all ranks together, and on the `first` what a model folder has besides.
+    """Write the trained weights, on all ranks together, and on the `first` the other files of a model folder.
 
     Raises:
         CheckpointError: the weights cannot be written.
@@ -36,13 +36,13 @@ def save_model(trainer: Any, config: RunConfig, processing: Any, folder: RunFold
     except (OSError, SafetensorError, CheckpointError) as error:
         raise CheckpointError(f"The weights cannot be written to {folder.unfinished}: {error}") from error
     if first:
-        if processing is not tokenizer_of(processing):  # the trainer may have had the tokenizer only
+        if processing is not tokenizer_of(processing):  # the trainer may only have had the tokenizer
             write_processing(processing, folder.unfinished)
         if not adapters_of(trainer.model):
             try:
                 carry_mtp(trainer.model, folder.unfinished, asked_dtype(config))
-            except (OSError, SafetensorError) as error:  # no reason to lose what was learnt
-                log.warning("Layers of the base that predict further tokens (MTP) are left out: %s", error)
+            except (OSError, SafetensorError) as error:  # not worth losing the trained weights
+                log.warning("Layers of the base for multi-token prediction (MTP) are left out: %s", error)
             readable_as_the_rest(folder.unfinished)
-        shutil.rmtree(folder.model, ignore_errors=True)  # of a run that was at its end before it was resumed
+        shutil.rmtree(folder.model, ignore_errors=True)  # from a run that had already finished when it was resumed
         folder.unfinished.rename(folder.model)

@@ -1,4 +1,4 @@
-"""Our options in the words of transformers' TrainingArguments and of our own trainers."""
+"""Our options, translated into transformers' TrainingArguments and arguments of our own trainers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 def warm_up(config: RunConfig) -> float:
-    """The steps in which the learning rate warms up, or their share: transformers takes either as a number."""
+    """The number of warm-up steps of the learning rate, or their share: transformers takes either as one number."""
     return config.warmup_ratio if config.warmup_steps is None else config.warmup_steps
 
 
 def learns_nothing(prepared: Prepared) -> bool:
-    """Whether there is no step but the first, in which schedules that warm up have a learning rate of 0."""
+    """Whether there is only one step, in which schedules with a warm-up have a learning rate of 0."""
     return prepared.steps == 1 and prepared.config.lr_scheduler != "constant" and warm_up(prepared.config) > 0
 
 
 def mixed_precision(name: str, reduce: str = "fp32") -> Any:
-    """What the engine makes of --precision and --reduce-dtype."""
+    """The engine's setting for --precision and --reduce-dtype."""
     if name == "fp32":
         return None
     import torch
@@ -36,7 +36,7 @@ def mixed_precision(name: str, reduce: str = "fp32") -> Any:
 
 
 def switches(prepared: Prepared) -> dict[str, Any]:
-    """Our options in the words of our own trainers: the order of rows, how the model is sharded, and what saves time
+    """Our options as arguments of our own trainers: the order of rows, how the model is sharded, and what saves time
     and memory."""
     config = prepared.config
     return {
@@ -61,7 +61,7 @@ def switches(prepared: Prepared) -> dict[str, Any]:
 
 
 def for_any_trainer(prepared: Prepared, callbacks: list[Any]) -> dict[str, Any]:
-    """What a trainer is made with, whatever it learns."""
+    """The arguments of any trainer, whatever it trains."""
     from shardproof.train.optim.optimizers import optimizer_of
 
     config = prepared.config
@@ -75,7 +75,7 @@ def for_any_trainer(prepared: Prepared, callbacks: list[Any]) -> dict[str, Any]:
 
 
 def for_sft_trainer(prepared: Prepared, callbacks: list[Any]) -> dict[str, Any]:
-    """The same of `sft`, whatever its task."""
+    """The same for `sft`, whatever its task."""
     from transformers import TrainingArguments
 
     config: SftConfig = prepared.config
@@ -90,16 +90,16 @@ def for_sft_trainer(prepared: Prepared, callbacks: list[Any]) -> dict[str, Any]:
 
 
 def add_in_one_order(config: SftConfig) -> None:
-    """With --deterministic, have this process compute the same bits each time."""
+    """With --deterministic, make this process compute the same bits each time."""
     if config.deterministic:
         import torch
 
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.set_num_threads(1)  # another number of threads adds in another order
+        torch.set_num_threads(1)  # the number of threads affects the order of additions
 
 
 def arguments(prepared: Prepared) -> dict[str, Any]:
-    """Our options in the words of transformers' TrainingArguments, which those of TRL's trainers take too."""
+    """Our options as arguments of transformers' TrainingArguments, which those of TRL's trainers take too."""
     import torch
 
     config, batch = prepared.config, prepared.batch
@@ -132,13 +132,13 @@ def arguments(prepared: Prepared) -> dict[str, Any]:
         "report_to": [name for name in config.report_to if name not in ("none", SWANLAB)] or "none",
         "save_strategy": "steps" if config.writes_checkpoints else "no",
         "save_steps": config.checkpoint_steps or prepared.steps,  # with --save-strategy epoch, see EndOfEpoch
-        # Of one and the best, Trainer would remove the newest checkpoint in the end.
+        # With a limit of one and the best kept, Trainer would remove the newest checkpoint in the end.
         "save_total_limit": config.kept_checkpoints,
         "save_only_model": config.save_only_model,
         "remove_unused_columns": False,
-        "ignore_data_skip": streams,  # they begin where they were
+        "ignore_data_skip": streams,  # streams continue from their position
         "dataloader_num_workers": config.workers if streams or prepared.processing is not prepared.tokenizer else 0,
         "disable_tqdm": True,
-        "log_level_replica": "passive",  # else it sets other ranks to warnings, whatever was asked for
+        "log_level_replica": "passive",  # otherwise other ranks are set to warnings
         "use_cpu": not torch.accelerator.is_available(),
     }

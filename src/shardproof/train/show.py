@@ -1,4 +1,5 @@
-"""Rows as the model will see them: the template applied, token ids turned back to text, and what of it is learnt."""
+"""Rows as the model will see them: with the template applied, token ids decoded to text, and the trained parts
+marked."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ from shardproof.train.model.loading import tokenizer_of
 from shardproof.train.options.config import SftConfig
 from shardproof.train.seq_cls.labelling import labels_of
 
-REPEATED = 4  # a token so often in a row is counted instead: what stands for a picture or a sound
+REPEATED = 4  # a token repeated at least this often is counted instead: placeholders of images and audio
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a row: its text, how many tokens that is, whether they are learnt, and what each weighs."""
+    """A span of a row: its text, its number of tokens, whether they are trained on, and the weight of each."""
 
     text: str
     tokens: int
@@ -35,13 +36,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Shown:
-    """A row as it is trained on. One that is left out has no tokens and a reason.
+    """A row as it is trained on. A row that is left out has a reason instead of tokens.
 
     Attributes:
-        where: file and line.
-        cut: whether it is shorter than it was, or the first piece of it, by --truncation.
-        label: of a row that is to get one.
-        learnt: how many tokens are learnt.
+        where: its file and line.
+        cut: whether --truncation shortened it, or this is its first piece.
+        label: the label, for tasks that have one.
+        learnt: how many tokens are trained on.
     """
 
     where: str
@@ -58,11 +59,11 @@ class Shown:
 
 
 def show(config: SftConfig, count: int) -> tuple[list[Shown], Any, list[str]]:
-    """The first `count` rows that `shardproof sft` would train on by these options, its report on all of them, and the
-    bad ones that it would leave out.
+    """The first `count` rows that `shardproof sft` would train on with these options, the report on all rows, and the
+    bad rows that it would leave out.
 
     Raises:
-        ConfigError, DataError: what `shardproof sft` would say before training.
+        ConfigError, DataError: errors that `shardproof sft` would report before training.
     """
     recipe: Any = run.recipe_of(config)
     if config.chat_template:
@@ -72,7 +73,7 @@ def show(config: SftConfig, count: int) -> tuple[list[Shown], Any, list[str]]:
         source = run.model_source(config, Path(scratch) / BASE, rows)
         processing = run.processing_of(source, config)
         report = recipe.encode(config, rows, processing).report
-        config = config.model_copy(update={"workers": 0, "packing": False})  # for one row at a time
+        config = config.model_copy(update={"workers": 0, "packing": False})  # since rows are encoded one at a time
         shown = [_shown(config, rows[i : i + 1], processing) for i in range(min(count, len(rows)))]
     return shown, report, [str(row) for row in rows.skipped]
 
@@ -102,8 +103,8 @@ def _shown(config: SftConfig, rows: Any, processing: Any) -> Shown:
 def parts_of(
     ids: Sequence[int], labels: Sequence[int], tokenizer: Any, weights: Sequence[float] | None = None
 ) -> Iterator[Part]:
-    """Stretches of tokens that are all learnt, with one weight, or all not. Their texts together are that of the row,
-    where no token is repeated."""
+    """Spans of tokens that are all trained on with the same weight, or all not. Their texts add up to that of the row,
+    except for repeated tokens."""
     start, each = 0, weights or repeat(1.0)
     kinds = ((label != IGNORE, weight if label != IGNORE else 0.0) for label, weight in zip(labels, each, strict=False))
     for (learnt, weight), stretch in groupby(kinds):
@@ -113,7 +114,7 @@ def parts_of(
 
 
 def _text(ids: Sequence[int], tokenizer: Any) -> str:
-    """Tokens of a file, of which there are many, are counted: `<|image_pad|> x 64`. Text is shown as it stands."""
+    """The many tokens of a file are counted: `<|image_pad|> x 64`. Text is shown as it is."""
     pieces: list[str] = []
     plain: list[int] = []
     for token, same in groupby(ids):

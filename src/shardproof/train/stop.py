@@ -1,4 +1,4 @@
-"""A signal ends training after a step, or in an evaluation, with the weights of then, on all ranks alike."""
+"""A signal ends training after the current step, or in an evaluation, on all ranks alike, and keeps the weights."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from shardproof.interrupts import without_terminal
 from shardproof.train.watching.report import Reporter, tells
 from shardproof.zero.comm.world import may_take_long
 
-ECHO = 1.0  # seconds: a terminal and a launcher may both hand on one Ctrl-C
-LOOK = 2.0  # seconds between two agreements in an evaluation
+ECHO = 1.0  # seconds: a terminal and a launcher may both pass on the same Ctrl-C
+LOOK = 2.0  # seconds between agreements in an evaluation
 NOTICE = b"\nending after this step, whose weights are saved; Ctrl-C again ends at once\n"
 
 _Batch = TypeVar("_Batch")
 
 
 class EvaluationEnded(Exception):
-    """All ranks have left an evaluation, because a signal has asked to end."""
+    """All ranks have left an evaluation, because a signal asked them to stop."""
 
 
 class JudgesEvaluations(TrainerCallback):
-    """Ends training when evaluations get no better. What it goes by is in the Trainer's state, and so in checkpoints.
+    """Ends training when evaluations no longer improve. The history is in the Trainer's state, and so in checkpoints.
 
     Args:
-        metric: the name of what an evaluation is judged by.
-        patience: so many in a row that are no better end training; None: none does.
+        metric: the name of the metric that evaluations are judged by.
+        patience: the number of consecutive evaluations without improvement that ends training; None never ends it.
     """
 
     def __init__(self, metric: str, patience: int | None) -> None:
@@ -49,7 +49,7 @@ class JudgesEvaluations(TrainerCallback):
         self._judge(args, state, control)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Of a run that goes on, too: it may have come to its end."""
+        """A resumed run may already have reached its end."""
         self._judge(args, state, control)
 
     def _judge(self, args: Any, state: Any, control: Any) -> None:
@@ -64,11 +64,11 @@ class JudgesEvaluations(TrainerCallback):
 
 
 class EndOfEpoch(TrainerCallback):
-    """Asks for an evaluation and a checkpoint after each pass over the data, where the last step has none yet.
+    """Requests an evaluation and a checkpoint after each pass over the data, unless the last step had them.
 
     Args:
-        evaluates: whether for an evaluation; not where a signal has ended training, which is not to wait for one.
-        saves: whether for a checkpoint.
+        evaluates: whether to request an evaluation. A signal that has ended training does not wait for one.
+        saves: whether to request a checkpoint.
     """
 
     def __init__(self, evaluates: bool, saves: bool) -> None:
@@ -89,14 +89,14 @@ class EndOfEpoch(TrainerCallback):
 
 
 class StopAfterStep(TrainerCallback):
-    """Every rank listens; at the end of a step, the ranks agree. In an evaluation they do so between batches, every few
-    seconds: whoever sends a signal may not wait as long as an evaluation takes.
+    """Every rank listens for signals; at the end of a step, the ranks agree. In an evaluation they do so between
+    batches, every few seconds: the sender of a signal may not wait until the evaluation is over.
 
-    They do so through a group of their own on the CPU: a step of the accelerator is not waited for.
+    They use a process group of their own on the CPU, so as not to wait for a step on the accelerator.
 
     Attributes:
-        agreed: the signal that ended training, 0 as long as none has.
-        meet: has all ranks wait for each other while they lend their slices. In an evaluation one may be behind.
+        agreed: the signal that ended training, otherwise 0.
+        meet: makes all ranks wait for each other while they lend their slices, since a rank may lag in an evaluation.
     """
 
     meet: Callable[[], None] | None = None
@@ -112,7 +112,7 @@ class StopAfterStep(TrainerCallback):
 
     @contextmanager
     def listening(self, signals: Sequence[int]) -> Iterator[None]:
-        """Inside, the first of these signals asks to stop, and one that comes later interrupts at once."""
+        """Within this context, the first of these signals asks to stop, and a later one interrupts at once."""
         before = {number: signal.signal(number, self._receive) for number in signals}
         try:
             yield
@@ -121,19 +121,19 @@ class StopAfterStep(TrainerCallback):
                 signal.signal(number, handler)
 
     def _receive(self, number: int, frame: Any) -> None:
-        if os.getpid() != self._pid:  # forked to read rows: it ends with its rank
+        if os.getpid() != self._pid:  # a process forked to read rows ends with its rank
             return
         now = time.monotonic()
         if not self.received:
             self.received, self._since = number, now
             without_terminal()
             if self._first:
-                os.write(2, NOTICE)  # print may be what was interrupted
+                os.write(2, NOTICE)  # print may be what the signal interrupted
         elif now - self._since > ECHO:
             raise KeyboardInterrupt
 
     def _largest(self, *numbers: float) -> list[float]:
-        """Over ranks."""
+        """The largest values over ranks."""
         largest = torch.tensor(numbers, device="cpu", dtype=torch.float64)
         if self._group is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
@@ -147,23 +147,23 @@ class StopAfterStep(TrainerCallback):
             self.end(args, control)
 
     def end(self, args: Any, control: Any) -> None:
-        """Have Trainer save and stop."""
+        """Make Trainer save and stop."""
         control.should_training_stop = True
         control.should_evaluate = False
         control.should_save = args.save_strategy != "no"
 
     def each(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
-        """The same batches of an evaluation, as many on each rank.
+        """Yield the batches of an evaluation, of which each rank has the same number.
 
         Raises:
-            EvaluationEnded: on all ranks, behind the same batch: a signal has asked to end.
+            EvaluationEnded: on all ranks, after the same batch: a signal asked to stop.
         """
         for batch in batches:
             self.on_prediction_step()
             yield batch
 
     def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
-        """Trainer's own evaluations call it behind each batch."""
+        """Trainer's own evaluations call it after each batch."""
         self._batches += 1
         if self._batches < self._until:
             return
@@ -186,8 +186,8 @@ class StopMixin:
     callback_handler: Any
 
     def each_evaluated(self, batches: Sequence[_Batch]) -> Iterator[_Batch]:
-        """The batches of an evaluation, as many on each rank, until a signal asks to end. Who watches the run hears how
-        many are through."""
+        """The batches of an evaluation, of which each rank has the same number, until a signal asks to stop. Reporters
+        are told how many are done."""
         reporters = [callback for callback in self.callback_handler.callbacks if isinstance(callback, Reporter)]
         for number, batch in enumerate(batches if self._stop is None else self._stop.each(batches), 1):
             yield batch
@@ -200,11 +200,11 @@ class StopMixin:
         return next((callback for callback in callbacks if isinstance(callback, StopAfterStep)), None)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Trainer's call while it trains. Of an evaluation that a signal has ended nothing is told."""
+        """Called by Trainer during training. An evaluation that a signal ended reports nothing."""
         try:
             found: dict[str, float] = super()._evaluate(*args, **kwargs)  # type: ignore[misc]
         except EvaluationEnded:
-            self.model.train()  # by which TRL's trainers know whose figures they log
+            self.model.train()  # TRL's trainers log training or evaluation figures by this mode
             cast("StopAfterStep", self._stop).end(self.args, self.control)
             return {}
         return found

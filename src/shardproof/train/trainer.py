@@ -1,4 +1,4 @@
-"""The Trainer of our commands: sharded, and with losses that do not depend on the number of processes."""
+"""The Trainer for our commands: sharded, and with losses that do not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -43,27 +43,27 @@ from shardproof.train.watching.logs_once import LogsOnce
 from shardproof.train.watching.recorder import NAMES, Recorder, across
 from shardproof.zero.device import widest_float
 
-GROUP = ("params", "weight_decay", "lr")  # of a group of parameters, what does not depend on the optimizer
+GROUP = ("params", "weight_decay", "lr")  # entries of a parameter group that do not depend on the optimizer
 
 
 class CommandMixin(SharesRows, StopMixin, RanksMixin, ResumeMixin, ShardedTrainerMixin):
-    """What the trainers of all commands have: the order of the rows, what is counted and logged, what is saved.
+    """What the trainers of all commands share: the order of rows, what is counted and logged, and what is saved.
 
     Args:
-        batch: how the rows of a step are dealt out.
-        order_seed: of the order of the rows; None leaves them as they are.
-        order_files: what checkpoints say of the rows and their order, by the names of files.
-        group_by_length: whether the rows of a step are of about one length.
-        drop_last: whether rows that fill no whole step are left out of an epoch.
-        compiled: whether the blocks of the model are compiled.
-        activation_offloading: whether the host holds activations between forward and backward. Without an accelerator
-            it does anyway.
-        optimizer_of: makes another optimizer than AdamW of groups of parameters, see `optimizers.made_by`.
+        batch: how the rows of a step are distributed.
+        order_seed: the seed for the order of rows; None keeps their order.
+        order_files: what checkpoints record about the rows and their order, by file name.
+        group_by_length: whether the rows of a step have similar lengths.
+        drop_last: whether rows that do not fill a step are left out of an epoch.
+        compiled: whether the model's blocks are compiled.
+        activation_offloading: whether the host holds activations between forward and backward. Has no effect without an
+            accelerator.
+        optimizer_of: creates an optimizer other than AdamW from parameter groups, see `optimizers.made_by`.
         part_rates: learning rates of parts of the model that have their own.
-        saved_dtype: of the weights in model/; None keeps that of the masters.
+        saved_dtype: the dtype of the weights in model/; None keeps that of the master weights.
 
     Attributes:
-        recorder: what counts on this rank.
+        recorder: counts what this rank does.
         finite: ends a run whose loss is not finite.
     """
 
@@ -102,9 +102,9 @@ class CommandMixin(SharesRows, StopMixin, RanksMixin, ResumeMixin, ShardedTraine
             self.add_callback(callback)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """AdamW, or what a plugin makes of the same groups of parameters."""
+        """AdamW, or the optimizer that `optimizer_of` creates from the same parameter groups."""
         optimizer = super().create_optimizer(model)
-        own, self.own_rates = self.own_rates, None  # Trainer may ask twice
+        own, self.own_rates = self.own_rates, None  # Trainer may call this twice
         if own is not None and own != ({}, 1.0):
             with_own_rates(optimizer, self.model, *own)
         make, self.optimizer_of = self.optimizer_of, None
@@ -122,20 +122,20 @@ class CommandMixin(SharesRows, StopMixin, RanksMixin, ResumeMixin, ShardedTraine
                 compile_units(model)
 
     def _shard_one(self, model: Any, stage: int, precision: Any) -> Any:
-        """Keep what is frozen in the dtype that it is computed with; a run saves it only where it trains no adapters. A
-        reference that follows what is trained does so by steps that rounding would lose."""
+        """Keep frozen weights in the dtype that they are computed in; a run saves them only if it trains no adapters.
+        Not for a reference that follows the trained model, in steps that rounding would lose."""
         asked = all(model is not trained for trained in self._trained)
         if not (asked and getattr(self.args, "sync_ref_model", False)):
             _, precision_here = as_wanted(model, stage, precision)
             held = hold_as_computed(model, precision_here, () if asked else saved_names(model))
-            if held and not asked:  # model/ is of one dtype
+            if held and not asked:  # model/ has a single dtype
                 self.saved_dtype = self.saved_dtype or torch.float32
         return super()._shard_one(model, stage, precision)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         rows: Any = self.train_dataset
         lengths = lengths_of(rows) if self.group_by_length else None
-        told = getattr(rows, "set_epoch", None)  # of rows that differ from one epoch to the next
+        told = getattr(rows, "set_epoch", None)  # for rows that differ between epochs
         sampler = GlobalBatchSampler(
             len(rows), self.batch_plan, self.args.process_index, self.order_seed, lengths, self.drop_last, told
         )
@@ -144,7 +144,7 @@ class CommandMixin(SharesRows, StopMixin, RanksMixin, ResumeMixin, ShardedTraine
         return EpochLoader(rows, batch_sampler=sampler, collate_fn=self.data_collator, **more)
 
     def rows_of_step(self, step: int) -> list[str]:
-        """Where the rows of a step stand, or nothing where that is not known."""
+        """Where the rows of a step are; empty if that is not known."""
         if self._order is None or self._places is None or len(self._places) != self._order.rows:
             return []
         return [place for row in self._order.rows_of(step) for place in self._places.within(row)]
@@ -173,7 +173,7 @@ class CommandMixin(SharesRows, StopMixin, RanksMixin, ResumeMixin, ShardedTraine
         return found
 
     def _allow_backward(self, loss: torch.Tensor) -> None:
-        """Rows without files reach nothing that is trained where towers alone are: backward has nothing to do."""
+        """If only towers are trained, rows without files reach no trained weight, and backward has nothing to do."""
         if torch.is_grad_enabled() and not loss.requires_grad and self._trains_towers_only:
             loss.requires_grad_()
 
@@ -187,7 +187,7 @@ class CommandMixin(SharesRows, StopMixin, RanksMixin, ResumeMixin, ShardedTraine
             self._tokens_seen = self._tokens_seen + self.tokens_here(inputs)
 
     def kept_between_logs(self) -> dict[str, Any]:
-        run, since_log = (value / self.args.world_size for value in self.recorder.seconds())  # they are added up
+        run, since_log = (value / self.args.world_size for value in self.recorder.seconds())  # summed over ranks
         return {"tokens": int(self._tokens_seen), "seconds": run, "since_log": since_log}
 
     def take_kept(self, kept: dict[str, Any]) -> None:
@@ -209,10 +209,10 @@ class CommandMixin(SharesRows, StopMixin, RanksMixin, ResumeMixin, ShardedTraine
 
     @staticmethod
     def adapters_saved(model: torch.nn.Module) -> list[str]:
-        return adapters_of(model)[:1]  # no reference
+        return adapters_of(model)[:1]  # without a reference
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """As Trainer does, without its pickled arguments: config.yaml says them in words."""
+        """As Trainer does, but without its pickled arguments: config.yaml has the options as text."""
         trained = {"selected_adapters": adapters} if (adapters := self.adapters_saved(self.model)) else {}
         self.model.save_pretrained(output_dir, state_dict=state_dict, **trained)
         note_dtype(Path(output_dir or self.args.output_dir), self.saved_dtype or dtype_of_masters(self.model))
@@ -220,7 +220,7 @@ class CommandMixin(SharesRows, StopMixin, RanksMixin, ResumeMixin, ShardedTraine
         save_extra_files(self.model, output_dir or self.args.output_dir)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add what all ranks together did, and tell the recorder what each of them did."""
+        """Add the totals over ranks, and give the recorder the figures of each rank."""
         if "loss" in logs and "tokens" not in logs:
             self._add_recorded(logs, self._of_all_ranks(self._taken()))
         super().log(logs, start_time)
@@ -234,7 +234,7 @@ class CommandMixin(SharesRows, StopMixin, RanksMixin, ResumeMixin, ShardedTraine
         return self.accelerator.gather(sent).view(-1, len(mine)).tolist()
 
     def _add_recorded(self, logs: dict[str, float], everyone: list[list[float]]) -> None:
-        """Tokens since the last log, and the most memory one of the ranks held."""
+        """Add the tokens since the last log, and the most memory that any rank held."""
         own = len(Counts._fields)
         self.finite.known = Counts.of_ranks(rank[:own] for rank in everyone)
         everyone = [rank[own:] for rank in everyone]
@@ -246,25 +246,25 @@ class CommandMixin(SharesRows, StopMixin, RanksMixin, ResumeMixin, ShardedTraine
 class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
     """Losses are sums over answer tokens divided by the answer tokens of the step on all ranks.
 
-    Trainer divides by the global number of tokens and multiplies by the number of ranks, the engine averages
-    over ranks: together the sum over ranks of sums over tokens.
+    Trainer divides by the global number of tokens and multiplies by the number of ranks, and the engine averages over
+    ranks: together, this is the sum over ranks of sums over tokens.
 
     Args:
-        loss: a plugin's; None is the causal loss, or that of the model.
-        metrics: a plugin's, by their names.
+        loss: a plugin's loss; None means the causal loss, or that of the model.
+        metrics: plugins' metrics by name.
         packed: whether rows are packed.
-        few: of rows with files that are packed or in parts, batches to try the model on. Their loss is computed without
-            the logits, always.
+        few: batches to test the model on, if rows with files are packed or split. Their loss is always computed without
+            the logits.
         chunked: whether the causal loss is computed without the logits.
-        dft: whether it is that of dynamic fine-tuning, see `dft_loss`.
+        dft: whether to use the loss of dynamic fine-tuning, see `dft_loss`.
         smoothing: the share of the causal loss that is the mean over the vocabulary, see `smoothed_loss`.
-        balance: the weight of the term that balances experts, see `BalanceMixin`.
-        weighed: whether tokens have weights, see `weighed_loss`; None of a stream, of which that is not known.
-        deterministic: whether any number of ranks gives the same bits: gradients are added in one order, and no factor
-            of the number of ranks is multiplied in and divided out again.
+        balance: the weight of the load-balancing term, see `BalanceMixin`.
+        weighed: whether tokens have weights, see `weighed_loss`; None for a stream, for which it is not known.
+        deterministic: whether any number of ranks gives the same bits: gradients are added in a fixed order, and no
+            factor for the number of ranks is multiplied in and divided out again.
 
     Raises:
-        ConfigError: rows are in parts, and the model's forward does not take the number of tokens.
+        ConfigError: rows are split, but the model's forward does not take the number of tokens.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
         super().__init__(*args, **kwargs)
         self.chunked, self.dft, self.smoothing = chunked or few is not None, dft, smoothing
         self.balance, self.deterministic = balance, deterministic
-        self._loss_shifts_labels = True  # Trainer knows it by the name of a class only: GPT2LMHeadModel has another
+        self._loss_shifts_labels = True  # Trainer goes by the class name, which GPT2LMHeadModel does not match
         if deterministic:
             self.shard_options |= {"deterministic": True, "gradient_divide_factor": 1.0}
         sample = None if few is None else lambda: (self._prepare_inputs(self.data_collator(rows)) for rows in few)
@@ -295,7 +295,7 @@ class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
         divided = self.model_accepts_loss_kwargs and not makes_its_mean(self.model)
         own = dft_loss if dft else functools.partial(smoothed_loss, smoothing=smoothing) if smoothing else loss
         self.compute_loss_func = own if own or (divided and not balance) else token_mean
-        self._of_batch = self.compute_loss_func is None and not divides_its_loss(self.model)  # its loss is the mean
+        self._of_batch = self.compute_loss_func is None and not divides_its_loss(self.model)  # its loss is a mean
         if self.in_parts and not divided and few is None:
             refuse_parts(self.model)
 
@@ -303,16 +303,16 @@ class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
         while self._to_try:
             self._to_try.pop()(model, self._prepare_inputs(inputs))
         loss = super().training_step(model, inputs, *args, **kwargs)
-        return loss * self.accelerator.num_processes if self.deterministic else loss  # what is logged is a mean
+        return loss * self.accelerator.num_processes if self.deterministic else loss  # a mean is logged
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         counted = num_items_in_batch is not None
-        if counted:  # none at all where every row of a step is lost: nothing, and no 0 / 0
+        if counted:  # 0 if every row of a step is lost: avoids 0 / 0
             num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
         if not self.chunked and WEIGHTS not in inputs:
-            # Trainer's word for: the loss is divided by what all ranks have, and the gradients will be averaged.
+            # Tells Trainer that the loss is divided by the tokens of all ranks, and that gradients will be averaged.
             self.args.average_tokens_across_devices = not self.deterministic
             try:
                 found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -321,23 +321,24 @@ class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
             return with_share(found, self._learnt(inputs) / num_items_in_batch) if self._of_batch and counted else found
         self._weighed.have_come()
         self.count(model, inputs)
-        asked = {**inputs, ASKS: True} if self.balance else inputs  # not with chunks, which are refused beside it
+        asked = {**inputs, ASKS: True} if self.balance else inputs  # never with chunks: the two cannot be combined
         loss, outputs = self._own_loss(asked, num_items_in_batch)
-        if num_items_in_batch is not None and not self.deterministic:  # of all ranks; the engine averages over these
+        if num_items_in_batch is not None and not self.deterministic:  # over all ranks, over which the engine averages
             loss = loss * self.accelerator.num_processes
         loss = self.balanced(loss, model, inputs, outputs) if self.balance else loss
         self._allow_backward(loss)
         return (loss, outputs) if return_outputs else loss
 
     def _own_loss(self, inputs: dict[str, Any], num_items: Any, whole: bool = False) -> tuple[torch.Tensor, Any]:
-        """The causal loss by chunks, or of tokens with weights, and then (`whole`: always) what the model gives."""
+        """The causal loss in chunks, or that of weighted tokens together with the model's outputs (`whole`: always the
+        latter)."""
         if self.chunked and not whole:
             return chunked_loss(self.model, inputs, num_items, self.dft, self.smoothing), None
         outputs = self.model(**{name: value for name, value in inputs.items() if name not in LABELS})
         return weighed_loss(outputs, inputs, num_items, self.dft, self.smoothing), outputs
 
     def _is_mean(self, inputs: Any) -> bool:
-        """Of a batch; it is weighed by the tokens that are learnt in it."""
+        """No: the loss of a batch is weighted by its labelled tokens."""
         return False
 
     @torch.no_grad()
@@ -375,23 +376,23 @@ class SftTrainer(StreamMixin, BalanceMixin, LogsOnce, CommandMixin, Trainer):
         return 2 * (1 + len(self.metrics))
 
     def _sums(self, loss: torch.Tensor, outputs: Any, inputs: dict[str, Any]) -> list[float]:
-        """These numbers of one batch."""
+        """These numbers for one batch."""
         labels = inputs["labels"]
         pairs = [(loss, self._learnt(inputs)), *(metric(outputs, labels) for metric in self.metrics.values())]
         return [float(value) for pair in pairs for value in pair]
 
     def _means(self, sums: list[float]) -> dict[str, float]:
-        """What an evaluation tells, of these numbers of all batches."""
+        """The results of an evaluation, from these numbers added up over all batches."""
         pairs = zip(["loss", *self.metrics], sums[::2], sums[1::2], strict=False)
         return {name: whole / count if count else 0.0 for name, whole, count in pairs}
 
     def _learnt(self, inputs: dict[str, Any]) -> Any:
-        """What the loss of a batch is the sum over: how many tokens are learnt."""
+        """How many labelled tokens the loss of a batch is summed over."""
         return inputs.get("shift_labels", inputs["labels"][..., 1:]).ne(-100).sum()
 
     def _summed_loss(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
         if WEIGHTS in inputs or (self.chunked and not self.metrics):
-            return self._own_loss(inputs, 1, bool(self.metrics))  # metrics look at logits
+            return self._own_loss(inputs, 1, bool(self.metrics))  # metrics need logits
         if self.compute_loss_func is None:
             outputs = self.model(**inputs, num_items_in_batch=1)
             return outputs.loss * (self._learnt(inputs) if self._of_batch else 1), outputs

@@ -326,7 +326,7 @@ def test_a_run_in_which_no_file_reaches_what_is_trained_is_refused(
     made = prepared(
         tiny_models("llava"), tmp_path / "other", [{"query": "x", "positive": "y"}] * 2, seen, freeze=["llm"]
     )
-    with pytest.raises(ConfigError, match="Nothing would be learnt: only aligner, vision is trained, and no row has"):
+    with pytest.raises(ConfigError, match="Nothing would be learned: only aligner, vision is trained, and no row has"):
         embedding.build(made)
 
 

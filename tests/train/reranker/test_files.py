@@ -195,5 +195,5 @@ def test_a_run_in_which_no_file_reaches_what_is_trained_is_refused(answering: An
     )
     recipe = recipe_of(config)
     made = recipe.prepare(config, 1, *recipe.read(config))
-    with pytest.raises(ConfigError, match="Nothing would be learnt: only aligner, vision is trained"):
+    with pytest.raises(ConfigError, match="Nothing would be learned: only aligner, vision is trained"):
         recipe.train(made, Silent())

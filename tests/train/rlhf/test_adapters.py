@@ -88,7 +88,7 @@ def test_the_reference_is_no_part_of_what_comes_out(runs: dict[str, Any]) -> Non
 def test_what_means_nothing_is_refused(runs: dict[str, Any]) -> None:
     for name, text in {
         "new": "--ref-adapters is for adapters whose training continues: add --adapters.",
-        "rm": "are of a model for CAUSAL_LM, and this run trains one for SEQ_CLS",
+        "rm": "belong to a model for CAUSAL_LM, but this run trains one for SEQ_CLS",
         "cpo": "--ref-adapters",
         "nowhere": "--ref-adapters nowhere: there is no such folder.",
     }.items():

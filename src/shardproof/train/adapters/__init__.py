@@ -1,1 +1,1 @@
-"""Adapters of PEFT: where they go, how they begin, and those that training goes on with."""
+"""PEFT adapters: where they go, how they are initialised, and training that starts from existing ones."""

@@ -1,5 +1,5 @@
-"""AdaLoRA (arXiv 2303.10512) over a run: its ranks move after each step, and its matrices are kept orthogonal by a term
-that is as large in a step of many micro-batches, on many processes, as in one."""
+"""AdaLoRA (arXiv 2303.10512) during a run: its ranks are reallocated after each step, and a term in the loss keeps its
+matrices orthogonal. That term is the same size however many micro-batches and processes a step has."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-AVERAGES = ("exp_avg_ipt", "exp_avg_unc")  # of how much each weight matters, which PEFT's allocator keeps
+AVERAGES = ("exp_avg_ipt", "exp_avg_unc")  # PEFT's running averages of how much each weight matters
 
 
 def allocating(model: Any) -> Any:
-    """PEFT's AdaLoRA of a model whose ranks are moved, or None."""
+    """The PEFT AdaLoRA model whose ranks are reallocated, or None."""
     inner = getattr(model, "base_model", None)
     return inner if hasattr(inner, "rankallocator") else None
 
 
 class RanksMixin(Base):
-    """Between a trainer and what it is of: AdaLoRA as the paper has it, and nothing where another model is trained.
+    """Mixin for trainers: AdaLoRA as in the paper. Does nothing for any other model.
 
-    PEFT adds its term to the loss that a model's forward returns: to each micro-batch's, undivided, and not at all
-    where the loss is computed of the logits. Here it is a backward pass of its own, once a step.
+    PEFT adds its term to the loss that a model's forward returns: to that of each micro-batch, undivided, and not at
+    all where the loss is computed from the logits. Here it gets a backward pass of its own, once per step.
 
-    Adapters whose ranks were chosen by another run are trained with these.
+    Adapters whose ranks were chosen by another run keep those ranks.
     """
 
     deterministic: bool = False
@@ -43,7 +43,7 @@ class RanksMixin(Base):
             from peft.tuners.tuners_utils import BaseTuner
 
             self.ranks.forward = types.MethodType(BaseTuner.forward, self.ranks)
-            if self._own.rank_pattern is None:  # those of --adapters keep the ranks that they have
+            if self._own.rank_pattern is None:  # adapters from --adapters keep their ranks
                 self.add_callback(_MovesRanks(self.ranks))
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -52,7 +52,7 @@ class RanksMixin(Base):
         if not weight or not self.accelerator.sync_gradients:
             return loss
         term = weight * _apart_from_orthogonal(self.ranks)
-        if self.deterministic:  # gradients of ranks are added up, and else averaged
+        if self.deterministic:  # gradients are summed over processes here, otherwise averaged
             term = term / self.accelerator.num_processes
         self.accelerator.backward(term)
         return loss + term.detach()
@@ -71,11 +71,12 @@ class RanksMixin(Base):
         for name, value in kept.get(ADALORA, {}).items():
             setattr(self._own if name == "rank_pattern" else self.ranks.rankallocator, name, value)
             if name in AVERAGES:
-                self.ranks.rankallocator.ipt = dict(value)  # of which PEFT sees that there are averages
+                self.ranks.rankallocator.ipt = dict(value)  # tells PEFT that the averages exist
 
 
 class _MovesRanks(TrainerCallback):
-    """Has PEFT weigh what each rank is worth behind each step, while there are gradients, and turn off the least."""
+    """Has PEFT score each rank after each step, while gradients still exist, and switch off the least important
+    ones."""
 
     def __init__(self, ranks: Any) -> None:
         self.ranks = ranks
@@ -84,12 +85,12 @@ class _MovesRanks(TrainerCallback):
         self.ranks.rankallocator.set_total_step(state.max_steps)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        if not getattr(more.get("optimizer"), "step_was_skipped", False):  # in fp16, gradients that are not finite
+        if not getattr(more.get("optimizer"), "step_was_skipped", False):  # fp16: the gradients were not finite
             self.ranks.update_and_allocate(state.global_step + 1)
 
 
 def _apart_from_orthogonal(ranks: Any) -> torch.Tensor:
-    """How far the matrices on both sides are from orthogonal: the mean of Frobenius norms, a scalar."""
+    """How far the A and B matrices are from orthogonal: the mean of the Frobenius norms, a scalar."""
     adapter, found = ranks.trainable_adapter_name, []
     for name, p in ranks.model.named_parameters():
         if name.endswith((f".lora_A.{adapter}", f".lora_B.{adapter}")):

@@ -1,4 +1,4 @@
-"""Adapters of PEFT: which modules get them, and what is trained beside them."""
+"""PEFT adapters: which modules get them, and what else is trained."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 def with_adapters(model: Any, config: RunConfig, task: str = "CAUSAL_LM") -> Any:
-    """The model with the parts frozen that are not trained, and with adapters of PEFT's, on every rank the same, where
-    --tuner asks for them: new ones, or those of --adapters.
+    """The model with untrained parts frozen and, if --tuner asks for them, with PEFT adapters, identical on every rank:
+    new ones, or those of --adapters.
 
     Raises:
-        ConfigError: no module has the name of a target, or the model has no part of a name.
+        ConfigError: no module matches a target, or the model has no part with a given name.
     """
     from shardproof.train.model.parts import choose_parts
 
@@ -46,7 +46,7 @@ def with_adapters(model: Any, config: RunConfig, task: str = "CAUSAL_LM") -> Any
 
 
 def _adapted(model: Any, how: Any, config: RunConfig) -> Any:
-    """What PEFT makes of a model by this configuration of adapters."""
+    """The PEFT model for this adapter configuration."""
     from peft import get_peft_model
 
     is_lora = config.tuner == LORA
@@ -59,16 +59,16 @@ def _adapted(model: Any, how: Any, config: RunConfig) -> Any:
 
 
 def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config:
-    """The options, without the parts that ms-swift's name of any model.
+    """The options, without the parts that ms-swift options name but the model lacks.
 
-    Looked up in the model without its weights, before anything takes time; a plugin's model is asked when it is loaded.
+    Checked on the model without its weights, before anything slow; a plugin's model is checked when it is loaded.
 
     Raises:
-        ConfigError: parts or targets are named that the model does not have, or it is not made for an option.
+        ConfigError: a named part or target does not exist in the model, or the model does not support an option.
     """
     from shardproof.train.model.parts import choose_parts, head_for_words, whole_parts
 
-    new = config.tuner != FULL and not config.adapters  # PEFT looks for the places of others when they are put there
+    new = config.tuner != FULL and not config.adapters  # PEFT checks the targets of existing adapters when it adds them
     targets = config.target_modules if new and config.target_modules != ALL else []
     parts = config.freeze or config.train_parts or config.part_learning_rates
     parts = parts or config.freeze_parameters or config.trainable_parameters
@@ -94,14 +94,14 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
         check_layers(model, config.lisa_activated_layers)
     places = places_of(model, config, chosen) if new else None
     if places is not None:
-        if kind == CAUSAL:  # a classifier keeps what it makes anew
+        if kind == CAUSAL:  # a classifier saves what it newly initialises
             check_kept(model, config.modules_to_save)
         check_wrapped(places, config)
         check_layers_begin(model, places, config)
         tell_of_shared(model, places)
         if config.target_modules == ALL:
             tell_of_left_out(model, places, chosen, whole)
-    idle = None if kind == CAUSAL else head_for_words(model)  # nobody asks for words
+    idle = None if kind == CAUSAL else head_for_words(model)  # the language-model head is not used
     there = {name: module for name, module in model.named_modules() if name and module is not idle}
     modules = dict.fromkeys(name.rpartition(".")[2] for name in there)
     if pattern := whole_names(targets):
@@ -123,12 +123,13 @@ def check_named_parts(source: str, config: Config, kind: str = CAUSAL) -> Config
     if getattr(config, "rlhf_type", None) in REFERRED:
         _check_head(model, targets, config.target_parameters)
     if places is not None and config.tuner != LORA and not reads_weights(config.tuner):
-        _adapted(model, of_kind(config, None, places.modules), config)  # sizes that do not go into its layers
+        _adapted(model, of_kind(config, None, places.modules), config)  # finds sizes that do not fit its layers
     return config
 
 
 def _check_head(model: Any, targets: Sequence[str], parameters: Sequence[str]) -> None:
-    """Of trainers of TRL's that multiply by the head's weight themselves: adapters on it would not be trained."""
+    """Raise ConfigError for adapters on the head, if a TRL trainer multiplies by the head's weight itself: they would
+    not be trained."""
     head = model.get_output_embeddings()
     name = next((name for name, module in model.named_modules() if module is head), "")
     pattern = whole_names(targets)
@@ -152,10 +153,11 @@ def _check_pattern(pattern: str, names: Sequence[str]) -> None:
 
 
 def new_adapters(config: RunConfig, task: str, model: Any, parts: Sequence[str]) -> Any:
-    """Our options in PEFT's words. Of a model with several parts, all linear layers are those of `parts`.
+    """The PEFT configuration for our options. In a model with several parts, "all linear layers" means those of
+    `parts`.
 
     Raises:
-        ConfigError: the model has no such places, or --tuner takes no such arguments.
+        ConfigError: the model has no such modules, or --tuner takes no such arguments.
     """
     from peft import LoraConfig
 
@@ -167,7 +169,7 @@ def new_adapters(config: RunConfig, task: str, model: Any, parts: Sequence[str])
     check_wrapped(places, config)
     check_layers_begin(model, places, config)
     writes = task != "CAUSAL_LM" or hasattr(model, "prepare_inputs_for_generation")
-    task_type = task if writes else None  # PEFT's model of that kind asks for what a model's own code may lack
+    task_type = task if writes else None  # PEFT's class for that task needs methods that custom model code may lack
     if config.tuner != LORA:
         return of_kind(config, task_type, places.modules)
     return LoraConfig(
@@ -188,7 +190,7 @@ def new_adapters(config: RunConfig, task: str, model: Any, parts: Sequence[str])
 
 
 def _are_tied(model: Any, names: Sequence[str]) -> bool:
-    """Whether one of these modules is an embedding that is the head as well."""
+    """Whether one of these modules is an embedding tied to the head."""
     if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         return False
     ends = model.get_input_embeddings(), model.get_output_embeddings()

@@ -1,5 +1,6 @@
-"""--init-lora-weights: how adapters begin. Those of PiSSA and OLoRA begin as a part of the weights, which lack it from
-then on. So what is saved is turned into adapters of the weights as they were."""
+"""--init-lora-weights: how adapters are initialised. PiSSA and OLoRA move a part of the weights into the adapters, so
+that the base weights no longer contain it. What is saved is therefore converted to adapters for the original
+weights."""
 
 from __future__ import annotations
 
@@ -19,18 +20,18 @@ from shardproof.train.options.config import RunConfig
 
 
 def takes_from_weights(config: RunConfig) -> bool:
-    """Whether adapters begin as a part of the weights."""
+    """Whether adapters are initialised with a part of the weights (PiSSA, OLoRA)."""
     return (config.init_lora_weights or "").startswith(("pissa", "olora"))
 
 
 def in_words_of_peft(config: RunConfig) -> str | bool:
-    """`init_lora_weights` of PEFT's `LoraConfig`; what is taken from weights is not there yet."""
+    """`init_lora_weights` for PEFT's `LoraConfig`. PiSSA and OLoRA are applied later, once the weights are there."""
     kind = config.init_lora_weights
     return True if kind is None or takes_from_weights(config) else kind
 
 
 def check_beginning(config: RunConfig) -> None:
-    """Raise ConfigError for what does not go together with --init-lora-weights."""
+    """Raise ConfigError for options that cannot be combined with --init-lora-weights."""
     kind = config.init_lora_weights
     if kind is None:
         return
@@ -46,7 +47,7 @@ def check_beginning(config: RunConfig) -> None:
 
 
 def check_layers_begin(model: Any, places: Places, config: RunConfig) -> None:
-    """Raise ConfigError for a layer whose adapter cannot begin as --init-lora-weights says."""
+    """Raise ConfigError for a layer whose adapter cannot be initialised as --init-lora-weights says."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -74,27 +75,27 @@ def check_layers_begin(model: Any, places: Places, config: RunConfig) -> None:
 
 
 def check_begun(config: RunConfig, start: Path) -> None:
-    """Raise ConfigError where a checkpoint lacks what its adapters began with, or has a part of it only."""
+    """Raise ConfigError if the initial values of a checkpoint's adapters are missing or incomplete."""
     if not takes_from_weights(config):
         return
     if not (file := start.parent / BEGUN).is_file():
         raise ConfigError(
-            f"There is no {file}, which says what --init-lora-weights {config.init_lora_weights} has taken out of the"
-            f" weights: nothing can be made of {start} without it."
+            f"There is no {file}, which records what --init-lora-weights {config.init_lora_weights} took out of the"
+            f" weights: {start} cannot be used without it."
         )
     check_whole_files(start.parent)
 
 
 def begin_adapters(model: Any, config: RunConfig, starts: Sequence[Path], keep: Path | None = None) -> None:
-    """Let new adapters begin as a part of the weights, before the model is sharded. Collective.
+    """Initialise new adapters with a part of the weights, before the model is sharded. Collective.
 
     Args:
-        starts: checkpoints to go on from: their adapters stay what they began as.
-        keep: where rank 0 writes what they began with; None writes nothing.
+        starts: checkpoints to resume from: the initial values of their adapters are reused.
+        keep: folder to which rank 0 writes the initial values; None writes nothing.
 
     Raises:
-        ConfigError: a weight cannot be decomposed, or the checkpoints are of another model.
-        CheckpointError: what they began with cannot be written.
+        ConfigError: a weight cannot be decomposed, or the checkpoints belong to another model.
+        CheckpointError: the initial values cannot be written.
     """
     if not takes_from_weights(config):
         return
@@ -109,18 +110,18 @@ def begin_adapters(model: Any, config: RunConfig, starts: Sequence[Path], keep: 
         aside = keep / f"{BEGUN}.unfinished"
         try:
             save_file(begun, aside)
-            shutil.copymode(keep / CONFIG, aside)  # as of other weights, see `readable_as_the_rest`
+            shutil.copymode(keep / CONFIG, aside)  # the same permissions as other weights, see `readable_as_the_rest`
             aside.replace(keep / BEGUN)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{keep / BEGUN} cannot be written: {error}") from error
 
 
 def fit_to_base(folder: Path, run: Path) -> None:
-    """Turn the adapters in a folder, which fit weights without what they began with, into ones of twice the rank that
-    fit the weights as they were: B A - B0 A0 as one product.
+    """Convert the adapters in a folder, which fit the weights without their initial values, to adapters of twice the
+    rank that fit the original weights: B A - B0 A0 as one product.
 
-    It is what PEFT does (`LoraModel.subtract_mutated_init`), which would load what they began with into the model that
-    was trained, on all ranks, and leaves out what is no adapter: DoRA's lengths, and modules that are trained whole.
+    PEFT does the same (`LoraModel.subtract_mutated_init`), but would load the initial values into the trained model, on
+    all ranks, and leaves out everything that is not an adapter: DoRA magnitudes, and modules trained in full.
     """
     import torch
     from safetensors.torch import load_file, save_file

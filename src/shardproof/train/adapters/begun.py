@@ -1,5 +1,5 @@
-"""Adapters that training begins with: those of another run, or a folder of PEFT's. What they are takes the place of
-the options that would say it of new ones."""
+"""Training that starts from existing adapters: those of another run, or a PEFT folder. Their configuration replaces the
+options that would configure new adapters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardproof.train.options.tuners import ADALORA, KINDS, LORA
 
 Config = TypeVar("Config", bound=RunConfig)
 
-# Our options by PEFT's names, of all adapters and of LoRA.
+# Our options by their PEFT names: for all adapters, and for LoRA.
 OF_ANY = {name: name for name in ("target_modules", "modules_to_save")}
 OPTIONS = {
     **OF_ANY,
@@ -38,17 +38,17 @@ OPTIONS = {
     "target_parameters": "target_parameters",
     "lora_dropout": "lora_dropout",
 }
-# Ways to begin that change the weights, and those that do it otherwise each time.
+# Initialisations that change the base weights, and those that do so differently each time.
 CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
 BY_CHANCE = ("pissa_niter", "corda", "lora_ga")
-FREE = ("lora_dropout",)  # may be another one from here on
+FREE = ("lora_dropout",)  # may change when training continues
 
 
 def adapter_folder(named: str, option: str = "--adapters") -> Path:
-    """The folder with the adapters that an option names: itself, or that of a run.
+    """The folder with the adapters that an option names: that folder itself, or the one inside a run.
 
     Raises:
-        ConfigError: there is none, or it holds something else.
+        ConfigError: it does not exist, or holds something else.
     """
     path = Path(named).expanduser()
     if not path.is_dir():
@@ -64,7 +64,7 @@ def adapter_folder(named: str, option: str = "--adapters") -> Path:
     folder = path / MODEL if (path / MODEL / ADAPTER).is_file() else path
     if not (folder / ADAPTER).is_file():
         whole = path / MODEL if (path / MODEL / "config.json").is_file() else path
-        model = f" It is a whole model: --model {whole} begins with it." if (whole / "config.json").is_file() else ""
+        model = f" It is a full model: use --model {whole}." if (whole / "config.json").is_file() else ""
         raise ConfigError(f"{option} {named}: there is no {ADAPTER} in it.{model}")
     if not any((folder / name).is_file() for name in OF_ADAPTERS):
         raise ConfigError(f"{option} {named}: there is no {OF_ADAPTERS[0]} beside its {ADAPTER}.")
@@ -82,19 +82,19 @@ def adapter_folder(named: str, option: str = "--adapters") -> Path:
 
 
 def not_of_base(begun_as: str) -> str:
-    """What is wrong with adapters that were saved as they are, and what to do."""
+    """Why adapters that were saved without conversion cannot be used, and what to do."""
     return (
-        f"they have begun as {begun_as}, which changes the weights, and fit only these. Save them by PEFT's"
-        " save_pretrained(FOLDER, path_initial_model_for_weight_conversion=...), which turns them into adapters of the"
-        " weights as they were."
+        f"they were initialised with {begun_as}, which changes the base weights, and fit only the changed ones. Save"
+        " them with PEFT's save_pretrained(FOLDER, path_initial_model_for_weight_conversion=...), which converts them"
+        " to adapters for the original weights."
     )
 
 
 def begun(config: Config) -> Config:
-    """The options of a run with --adapters, with those that its adapters decide written out.
+    """The options of a run with --adapters, including those that its adapters determine.
 
     Raises:
-        ConfigError: they are no LoRA adapters, or an option that was given says something else of them.
+        ConfigError: they cannot be trained here, or a given option contradicts them.
     """
     if config.adapters is None:
         return config
@@ -128,7 +128,7 @@ def begun(config: Config) -> Config:
         if ours in given and ours not in FREE and not _agree(getattr(config, ours), value):
             raise ConfigError(
                 f"--adapters {config.adapters} and {flag(ours)} {_words(getattr(config, ours))}: they were made with"
-                f" {_words(value)}, and stay so. Leave {flag(ours)} out."
+                f" {_words(value)}, which cannot change. Leave {flag(ours)} out."
             )
         if ours not in given or ours not in FREE:
             found[ours] = value
@@ -136,8 +136,8 @@ def begun(config: Config) -> Config:
 
 
 def check_reference(config: RlhfConfig) -> None:
-    """Raise ConfigError for --ref-adapters that cannot stand beside those that are trained: of another kind or, but for
-    LoRA, made otherwise, as the reference is a copy of these that takes their values."""
+    """Raise ConfigError for --ref-adapters that do not match the trained ones, since the reference is a copy of those
+    which takes over their values: another kind of adapter or, except for LoRA, another configuration."""
     if config.adapters is None or config.ref_adapters in (None, SAME):
         return
     mine, theirs = (
@@ -155,28 +155,28 @@ def check_reference(config: RlhfConfig) -> None:
 
 
 def _arguments(config: RunConfig, said: dict[str, Any], kind: str) -> dict[str, str]:
-    """--tuner-arguments that these adapters were made with.
+    """The --tuner-arguments that these adapters were made with.
 
     Raises:
-        ConfigError: others are given.
+        ConfigError: different ones are given.
     """
     made = {name: value if isinstance(value, str) else json.dumps(value) for name, value in said.items()}
     for name, value in config.tuner_arguments.items():
         if made.get(name) != value:
             raise ConfigError(
                 f"--adapters {config.adapters} and --tuner-arguments {name}={value}: they were made with"
-                f" {made.get(name, 'no such argument')}, and stay so. Leave it out."
+                f" {made.get(name, 'no such argument')}, which cannot change. Leave it out."
             )
     return {name: value for name, value in made.items() if name not in (*OURS, *IDLE.get(kind, ()))}
 
 
 def other_bases(config: RunConfig) -> list[str]:
-    """Of adapters that were trained on another model than --model, as far as names say: what to look at. Of one whose
-    folder was moved the name is the same, and nothing is said."""
-    told: dict[Path, str] = {}  # by folder: both options may name one
+    """Warnings about adapters that were trained on a model other than --model, judging by names. A model whose folder
+    was moved keeps its name and gives no warning."""
+    told: dict[Path, str] = {}  # by folder: both options may name the same one
     for option in ("adapters", "ref_adapters"):
         named = getattr(config, option, None)
-        if not named or not Path(named).expanduser().is_dir():  # what --ref-adapters calls the same
+        if not named or not Path(named).expanduser().is_dir():  # SAME of --ref-adapters is not a folder
             continue
         folder = adapter_folder(named, flag(option))
         base = said_of(folder).get("base_model_name_or_path")
@@ -184,8 +184,8 @@ def other_bases(config: RunConfig) -> list[str]:
             continue
         if base and not _one_model(base_of(folder), config.model):
             told[folder.resolve()] = (
-                f"{flag(option)} {named} were trained on {base}, and --model is {config.model}: on other weights they"
-                " give something else. If it is not the same model in another place, name that one, or leave --model"
+                f"{flag(option)} {named} were trained on {base}, but --model is {config.model}: on other weights they"
+                " behave differently. Unless it is the same model in another place, name the original, or leave --model"
                 " out."
             )
         elif changed := other_weights(folder.parent, config.model):
@@ -194,7 +194,8 @@ def other_bases(config: RunConfig) -> list[str]:
 
 
 def _one_model(base: str, model: str) -> bool:
-    """Whether these may be names of one model: one folder, or one name where not both are folders on this machine."""
+    """Whether these may be the same model: the same folder, or the same name unless both are folders on this
+    machine."""
     places = [Path(named).expanduser() for named in (base, model)]
     if all(place.is_dir() for place in places):
         return places[0].resolve() == places[1].resolve()
@@ -202,8 +203,8 @@ def _one_model(base: str, model: str) -> bool:
 
 
 def _name(named: str) -> str:
-    """The name of a model without its place; the caches of hubs have it above the folder of a snapshot, and
-    ModelScope's writes a dot as three lines."""
+    """The name of a model without its location. Hub caches have it above the snapshot folder, and ModelScope's cache
+    writes a dot as three underscores."""
     cached = [part for part in Path(named).parts if part.startswith("models--")]
     return (cached[-1].rpartition("--")[2] if cached else Path(named).name).replace("___", ".").casefold()
 
@@ -217,7 +218,7 @@ def _in_our_words(option: str, value: Any, config: type[RunConfig]) -> Any:
 
 
 def _agree(given: Any, made_with: Any) -> bool:
-    """PEFT writes out what a name stands for."""
+    """Whether a given value matches the adapters'. PEFT expands names such as all-linear."""
     if isinstance(given, list):
         return given == ALL or set(given) <= set(made_with)
     return bool(given == made_with)
@@ -228,12 +229,12 @@ def _words(value: Any) -> str:
 
 
 def _changes(config: RunConfig, folder: Path) -> dict[str, Any]:
-    """The options by which the run of these adapters has changed its model, which they need."""
+    """The options with which the run of these adapters changed its model; the adapters depend on them."""
     changed = changed_by(folder)
     found = {name: getattr(changed, name) for name in CHANGES if changed is not None and getattr(changed, name)}
     if found and config.command == "rlhf":
         raise ConfigError(
-            f"--adapters {config.adapters}: their run has changed its model (--{next(iter(found)).replace('_', '-')})."
+            f"--adapters {config.adapters}: their run changed its model (--{next(iter(found)).replace('_', '-')})."
             f" Merge them first: {exported(config.adapters)}."
         )
     for name, value in found.items():
@@ -244,20 +245,20 @@ def _changes(config: RunConfig, folder: Path) -> dict[str, Any]:
 
 
 def check_task(folder: str, task: str) -> None:
-    """Raise ConfigError for adapters of a model with another head. Those that do not say of which may be of any."""
+    """Raise ConfigError for adapters of a model with another head. Adapters that do not name a task are accepted."""
     said = said_of(Path(folder)).get("task_type")
     if said not in (None, task):
         raise ConfigError(
-            f"--adapters {folder} are of a model for {said}, and this run trains one for {task}. Merge them first:"
+            f"--adapters {folder} belong to a model for {said}, but this run trains one for {task}. Merge them first:"
             f" {exported(folder)}."
         )
 
 
 def with_trained_adapters(model: Any, config: RunConfig, task: str, parts: Sequence[str]) -> Any:
-    """The model in the adapters of --adapters, of which those in `parts` of the model are to be trained on.
+    """The model with the adapters of --adapters; those in `parts` of the model are trained further.
 
     Raises:
-        ConfigError: they do not fit it, or none is in these parts.
+        ConfigError: they do not fit the model, or none of them is in these parts.
     """
     from peft import PeftConfig, get_peft_model
 
@@ -267,29 +268,29 @@ def with_trained_adapters(model: Any, config: RunConfig, task: str, parts: Seque
     how.inference_mode = False
     if config.tuner == LORA:
         how.lora_dropout = config.lora_dropout
-        how.init_lora_weights = True  # they have begun; other ways want weights that are to be read yet
-    how.base_model_name_or_path = None  # where the model lies now, which PEFT fills in
+        how.init_lora_weights = True  # they are initialised already; other ways need weights that are not loaded yet
+    how.base_model_name_or_path = None  # PEFT fills in where the model lies now
     read_what_is_replaced(model, folder)
     try:
         model = get_peft_model(model, how)
-    except ValueError as error:  # PEFT's, of names
+    except ValueError as error:  # from PEFT, about names
         raise ConfigError(f"--adapters {folder} do not fit --model {config.model}: {first_line(error)}") from error
     if getattr(config, "rlhf_type", None) in REFERRED:
         _check_head(model, folder)
     give_values(model, folder, "--adapters", "default")
-    how.inference_mode = config.tuner == ADALORA  # of which PEFT takes a second one, a reference, beside one of these
+    how.inference_mode = config.tuner == ADALORA  # so that PEFT accepts a second one, the reference
     part_of = anatomy(model).part_of
     trained = [(part_of[name], p) for name, p in model.named_parameters() if p.requires_grad]
     for part, p in trained:
         p.requires_grad_(part in parts)
     if not any(part in parts for part, _ in trained):
         there = ", ".join(dict.fromkeys(part for part, _ in trained))
-        raise ConfigError(f"--adapters {folder}: they are in {there}, and what is trained is {', '.join(parts)}.")
+        raise ConfigError(f"--adapters {folder}: they are in {there}, but the trained parts are {', '.join(parts)}.")
     return model
 
 
 def _check_head(model: Any, folder: str) -> None:
-    """Raise ConfigError for adapters on the head, which trainers of TRL's that multiply by its weight pass over."""
+    """Raise ConfigError for adapters on the head: TRL trainers that multiply by the head's weight ignore them."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import TrainableTokensWrapper
 
@@ -297,16 +298,16 @@ def _check_head(model: Any, folder: str) -> None:
     if isinstance(head, (BaseTunerLayer, TrainableTokensWrapper)):
         name = next(name for name, module in model.get_base_model().named_modules() if module is head)
         raise ConfigError(
-            f"--adapters {folder}: they are on the head, {name}, too, and TRL takes its weight without them."
+            f"--adapters {folder}: they are also on the head, {name}, but TRL uses its weight without them."
             f" Merge them first: {exported(folder)}."
         )
 
 
 def read_what_is_replaced(model: Any, folder: str | Path) -> None:
-    """Of a model that is to be read yet, and to get the adapters of a folder, read those weights whole that PEFT has
-    saved with them (embeddings that have adapters): it copies them into the place of the model's."""
+    """Before adapters from a folder are added to a model that is not loaded yet, read in full those weights that PEFT
+    saved with the adapters (embeddings that have adapters): PEFT copies the saved ones over the model's."""
     copied = [f".{name}." for name in said_of(Path(folder)).get("modules_to_save") or ()]  # beside the model's
-    weights = dict(model.named_parameters(remove_duplicate=False))  # a head may be the embedding
+    weights = dict(model.named_parameters(remove_duplicate=False))  # the head may be tied to the embedding
     there = (weight_map(Path(folder), file, f"{file}.index.json") for file in OF_ADAPTERS)
     for name in chain.from_iterable(there):
         own = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
@@ -315,17 +316,17 @@ def read_what_is_replaced(model: Any, folder: str | Path) -> None:
 
 
 def give_values(model: Any, folder: str | Path, option: str, adapter: str) -> None:
-    """Put the weights of a folder in the place of those of an adapter of the model.
+    """Load the weights from a folder into an adapter of the model.
 
     Raises:
-        ConfigError: they are others than the adapter has.
+        ConfigError: they do not match those of the adapter.
     """
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
     there = load_peft_weights(str(folder), device="cpu")
     needed = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     have = needed
-    if there.keys() - needed:  # PEFT saves whole embeddings, too, where they have adapters or more rows than the base
+    if there.keys() - needed:  # PEFT also saves full embeddings that have adapters or more rows than the base
         have = needed | get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=True)
     here = model.peft_config[adapter].modules_to_save or ()
     full = {*(said_of(Path(folder)).get("modules_to_save") or ())} - {*here}
@@ -337,7 +338,7 @@ def give_values(model: Any, folder: str | Path, option: str, adapter: str) -> No
         what = "is not in the files" if name not in there else "is not in the model"
         if name in there and name in have:
             what = f"is of shape {tuple(there[name].shape)} there and {tuple(have[name].shape)} here"
-        if name in in_full:  # its place would be that of the model's own
-            what = "is trained in full there, and not here"
+        if name in in_full:  # it would overwrite the model's own
+            what = "is trained in full there, but not here"
         raise ConfigError(f"{option} {folder} do not fit the model: {name} {what}.")
     set_peft_model_state_dict(model, there, adapter_name=adapter)

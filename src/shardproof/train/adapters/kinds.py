@@ -1,4 +1,4 @@
-"""PEFT's configurations of other adapters than LoRA, made of --tuner-arguments."""
+"""PEFT configurations for adapters other than LoRA, built from --tuner-arguments."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ REFUSED_BY_PEFT = (
     *(ArithmeticError, AssertionError, LookupError),
 )
 
-# What every one of PEFT's configurations has, and an option of its own or the run itself says.
+# Fields of every PEFT configuration that have an option of their own here, or that the run sets itself ("").
 OURS = {
     **{name: name for name in ("target_modules", "modules_to_save", "target_parameters")},
     **dict.fromkeys(("task_type", "inference_mode", "base_model_name_or_path", "total_step"), ""),
     **dict.fromkeys(("peft_type", "peft_version", "auto_mapping", "revision"), ""),
 }
-# What PEFT's AdaLoRA inherits from LoRA and passes over, or is not made for.
+# Fields that PEFT's AdaLoRA inherits from LoRA but ignores or does not support.
 IDLE = {
     ADALORA: (
         *("r", "use_dora", "velora_config", "use_qalora", "qalora_group_size", "lora_bias", "rank_pattern"),
@@ -36,7 +36,7 @@ IDLE = {
         *("layer_replication", "runtime_config", "use_bdlora", "arrow_config", "kasa_config", "ensure_weight_tying"),
     )
 }
-# What PEFT asks for, and the run knows or takes as nothing.
+# Fields that PEFT requires, and that the run sets itself or leaves empty.
 BESIDE_DEFAULTS: dict[str, dict[str, Any]] = {
     ADALORA: {"total_step": 2**31},  # until the run begins
     "ia3": {"feedforward_modules": []},
@@ -44,26 +44,26 @@ BESIDE_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def check_arguments(config: RunConfig) -> None:
-    """Raise ConfigError for --tuner-arguments that --tuner does not take. Those of --adapters PEFT has written."""
+    """Raise ConfigError for --tuner-arguments that --tuner does not take. Those of --adapters were written by PEFT."""
     if config.tuner in KINDS and not config.adapters:
         arguments_of(config.tuner, config.tuner_arguments)
 
 
 def check_steps(config: RunConfig, steps: int) -> None:
-    """Raise ConfigError where ranks are to be moved in other steps than a run has."""
-    if config.tuner != ADALORA or config.adapters:  # which have their ranks
+    """Raise ConfigError if a run has too few steps for AdaLoRA to reallocate its ranks."""
+    if config.tuner != ADALORA or config.adapters:  # --adapters already have their ranks
         return
     given = takes(ADALORA) | arguments_of(ADALORA, config.tuner_arguments)
     first, last = given["tinit"], steps - given["tfinal"]
     if first >= last or last < 2:
         raise ConfigError(
-            f"--tuner adalora moves its ranks after step {first} (tinit) until step {last} (tfinal before the last):"
-            f" of {steps} step(s) none is left for it. Give smaller ones (--tuner-arguments tinit=N tfinal=N), or take"
+            f"--tuner adalora reallocates ranks after step {first} (tinit) until step {last} (tfinal before the last):"
+            f" {steps} step(s) leave none for that. Give smaller values (--tuner-arguments tinit=N tfinal=N), or take"
             " more steps."
         )
     if given["init_r"] <= given["target_r"]:
         raise ConfigError(
-            "--tuner adalora begins with more ranks than it keeps: --tuner-arguments init_r has to be above target_r."
+            "--tuner adalora starts with more ranks than it keeps: --tuner-arguments init_r must be above target_r."
         )
 
 
@@ -76,7 +76,7 @@ def config_class(tuner: str) -> type[Any]:
 
 
 def takes(tuner: str) -> dict[str, Any]:
-    """What --tuner-arguments may say of it: the defaults, by name."""
+    """The --tuner-arguments that a tuner takes: default values by name."""
     idle = (*OURS, *IDLE.get(tuner, ()))
     fields = (field for field in dataclasses.fields(config_class(tuner)) if field.name not in idle)
     return {f.name: f.default if f.default is not dataclasses.MISSING else {} for f in fields}
@@ -96,7 +96,7 @@ def arguments_of(tuner: str, given: Mapping[str, str]) -> dict[str, Any]:
     for name, text in given.items():
         said = f"--tuner-arguments {name}={text}"
         if name not in known:
-            option = f" An option of its own says it: {flag(OURS[name])}." if OURS.get(name) else ""
+            option = f" It has its own option: {flag(OURS[name])}." if OURS.get(name) else ""
             hint = option or did_you_mean(name, known)
             there = ", ".join(f"{one} ({default})" for one, default in known.items())
             raise ConfigError(f"{said}: --tuner {tuner} has no such argument.{hint}\nIt takes {there}.")
@@ -108,20 +108,20 @@ def arguments_of(tuner: str, given: Mapping[str, str]) -> dict[str, Any]:
             except ValidationError:
                 continue
         else:
-            raise ConfigError(f"{said}: PEFT wants {_told(types[name])} there, such as {known[name]}.")
+            raise ConfigError(f"{said}: PEFT expects {_told(types[name])} there, such as {known[name]}.")
     return found
 
 
 def of_kind(config: RunConfig, task: str | None, modules: str | list[str]) -> Any:
-    """PEFT's configuration of --tuner, on these modules.
+    """The PEFT configuration of --tuner on these modules.
 
     Raises:
-        ConfigError: it takes no such arguments, or not together.
+        ConfigError: PEFT does not take these arguments, or not together.
     """
     kind = config_class(config.tuner)
     how = BESIDE_DEFAULTS.get(config.tuner, {}) | arguments_of(config.tuner, config.tuner_arguments)
     how |= {"target_modules": modules, "modules_to_save": config.modules_to_save or None}
-    inner = how.get("feedforward_modules")  # IA3's, which PEFT wants spelt as the targets are
+    inner = how.get("feedforward_modules")  # of IA3: PEFT needs these names spelt like the targets
     if isinstance(inner, list):
         how["feedforward_modules"] = [
             m for m in modules if f".{m}".endswith(tuple(f".{name}" for name in inner))
@@ -133,21 +133,21 @@ def of_kind(config: RunConfig, task: str | None, modules: str | list[str]) -> An
 
 
 def refused_by_peft(config: RunConfig, error: Exception) -> str:
-    """What a user is told of an error of PEFT's, which may say no more than that there was one."""
+    """The message for an error from PEFT, whose own text may say very little."""
     given = [f"{name}={value}" for name, value in config.tuner_arguments.items()]
     said = " ".join([f"--tuner {config.tuner}", *(["--tuner-arguments", *given] if given else [])])
     return f"{said}: PEFT refuses it: {first_line(error)}"
 
 
 def _readings(text: str) -> Iterator[Any]:
-    """What a text may mean, where one of several types is wanted."""
+    """The values that a text may stand for, to be tried against the expected type."""
     if text.lower() == "none":
         yield None
     with contextlib.suppress(ValueError):
         yield json.loads(text)
     if "," in text:
         yield [part.strip() for part in text.split(",")]
-    if re.fullmatch(r"[\w.]+", text):  # a name: alone, PEFT takes it for an expression of whole names, which it is not
+    if re.fullmatch(r"[\w.]+", text):  # a name: PEFT would take a lone string for a regular expression over full names
         yield [text]
     yield text
 

@@ -1,4 +1,4 @@
-"""The adapters of a run's reference: those that training begins with, others, or none."""
+"""The adapters of a run's reference model: those that training starts from, others, or none."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from shardproof.checkpoint.manifest import Manifest
 from shardproof.train.adapters.begun import adapter_folder, give_values
 from shardproof.train.options.rlhf_config import SAME
 
-REFERENCE = "ref"  # TRL's name of it
+REFERENCE = "ref"  # TRL's name for it
 
 
 def refer_to(model: Any, ref_adapters: str | None) -> None:
-    """Give the reference of TRL, which has a copy of the adapters that are trained, those of --ref-adapters, or none.
+    """Give TRL's reference, which has a copy of the trained adapters, the adapters of --ref-adapters, or none.
 
     Args:
-        ref_adapters: SAME leaves the copy there, and adds what TRL does not copy, adapters of embeddings.
+        ref_adapters: SAME keeps the copy, and adds adapters of embeddings, which TRL does not copy.
 
     Raises:
-        ConfigError: they are others than the model has.
+        ConfigError: they do not match those of the model.
     """
-    if REFERENCE not in getattr(model, "peft_config", ()):  # TRL asks none
+    if REFERENCE not in getattr(model, "peft_config", ()):  # this TRL trainer uses no reference
         return
     _with_same_ranks(model, REFERENCE)
     if ref_adapters is None:
-        model.delete_adapter(REFERENCE)  # then it turns all adapters off
+        model.delete_adapter(REFERENCE)  # TRL then disables all adapters instead
     elif ref_adapters == SAME:
         for name, p in model.named_parameters():
             if name.endswith(".default"):
@@ -39,7 +39,7 @@ def refer_to(model: Any, ref_adapters: str | None) -> None:
 
 
 def _scale_as(model: Any, folder: Path, adapter: str) -> None:
-    """Give an adapter that is a copy of another one's places the scale that a folder says. It is in no weight."""
+    """Give an adapter that copies another one's layers the scale recorded in a folder. No weight holds it."""
     from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
     from peft.utils.other import get_pattern_key
@@ -55,19 +55,19 @@ def _scale_as(model: Any, folder: Path, adapter: str) -> None:
 
 
 def _with_same_ranks(model: Any, adapter: str) -> None:
-    """Give a second AdaLoRA of a model, which has as many ranks in all layers, those of the first one, which alone is
-    trained."""
+    """Give a model's second AdaLoRA adapter, which has the same rank in all layers, the ranks of the first one, the
+    only one trained."""
     from peft.tuners.adalora.layer import AdaLoraLayer
 
-    how = dataclasses.replace(model.peft_config[adapter], inference_mode=False)  # of the one that is active
+    how = dataclasses.replace(model.peft_config[adapter], inference_mode=False)  # as in the active one
     for layer in model.modules():
         if isinstance(layer, AdaLoraLayer) and adapter in layer.lora_E:
             layer.update_layer(adapter, len(layer.lora_E["default"]), how.lora_alpha, config=how)
 
 
 def load_beside_reference(model: Any, checkpoint: Path) -> None:
-    """Give a model the weights of a checkpoint of a run whose reference may have had adapters of its own. They are not
-    in it, but it names them, and a model without them would be another one."""
+    """Load the weights of a checkpoint whose run may have had a reference with adapters of its own. The checkpoint does
+    not hold them, but it names them, and a model without them would not match."""
     from shardproof.checkpoint.api import load_weights
 
     referred = any(f".{REFERENCE}." in f"{name}." for name in Manifest.read(checkpoint).left_out)

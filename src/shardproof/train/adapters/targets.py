@@ -1,10 +1,10 @@
-"""Where adapters go: the linear layers and the tensors of experts that --target-modules and --target-parameters mean.
+"""Where adapters go: the linear layers and expert tensors that --target-modules and --target-parameters select.
 
-transformers 5 keeps the experts of a mixture in one tensor a layer, and PEFT reads the names of their projections as
-those tensors: `gate_proj` becomes `experts.gate_up_proj`. It does so with every layer of such a name, so that shared
-experts and dense layers get no adapters, those of other parts give theirs to the experts, and a regular expression
-loses the layers that it tells apart. So PEFT is asked what it would do, and gets each place by a name that it leaves
-as it is: a layer that it would not find, as the weight that it has.
+transformers 5 keeps the experts of a mixture in one tensor per layer, and PEFT maps the names of their projections to
+those tensors: `gate_proj` becomes `experts.gate_up_proj`. It does so for every layer with such a name, so that shared
+experts and dense layers get no adapters, names meant for other parts put adapters on the experts, and a regular
+expression no longer tells layers apart. So PEFT is asked what it would do, and each target is then given under a name
+that PEFT leaves alone: a layer that it would not find is named by its weight.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from shardproof.train.options.tuners import LN_TUNING, LORA
 log = logging.getLogger("shardproof")
 
 ALL = ["all-linear"]
-# Experts' projections as the files of models call them, one by one.
+# Names of the experts' separate projections in model files.
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-# Layers of transformers that are linear and give or take something else: scores and choices, or a part for each matrix.
+# Linear layers in transformers with other inputs or outputs: scores and choices, or one part per matrix.
 OTHERS = re.compile(r"(Router|GroupedLinear)$")
 BEHIND_LAYERS = re.compile(r".*\.\d+\.(?=[^\d])")
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where adapters go, in the words of PEFT's `LoraConfig`.
+    """Where adapters go, in terms of PEFT's `LoraConfig`.
 
     Attributes:
         modules: `target_modules`, names of modules or a regular expression.
-        parameters: `target_parameters`, names of matrices, and of experts' stacks of them.
-        ranks, alphas: `rank_pattern` and `alpha_pattern`: a tensor of two projections has adapters of twice the rank.
+        parameters: `target_parameters`, names of matrices and of the experts' stacked matrices.
+        ranks, alphas: `rank_pattern` and `alpha_pattern`: a tensor that holds two projections gets twice the rank.
         read: the names among --target-modules that PEFT reads as experts.
     """
 
@@ -53,14 +53,14 @@ class Places:
 
 
 def places_of(model: Any, config: RunConfig, parts: Sequence[str]) -> Places:
-    """Where new adapters of these options go in this model.
+    """Where new adapters go in this model under these options.
 
     Args:
-        parts: those that are trained: towers and talkers have layers of the same names as the language model.
+        parts: the trained parts: towers and talkers have layers with the same names as the language model.
 
     Raises:
-        ConfigError: one of two projections that are one tensor is named without the other, a parameter that the model
-            does not have, a module that is no layer, or what is in other parts alone.
+        ConfigError: a target names only one of two projections that share a tensor, a parameter that the model does not
+            have, a module that is not a layer, or only modules in untrained parts.
     """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -74,7 +74,7 @@ def places_of(model: Any, config: RunConfig, parts: Sequence[str]) -> Places:
     asked = [name for name in reached if not _within(name, whole) and not idle.module(name)]
     _check_parameters(model, config.target_parameters, asked, whole)
     modules, parameters = ([name for name, _ in of] for of in (model.named_modules(), model.named_parameters()))
-    if config.tuner != LORA:  # others go on modules alone, and are told each by its name
+    if config.tuner != LORA:  # other adapters only go on modules, each given by name
         idle.check_left(asked, reached, config)
         if config.tuner != LN_TUNING:
             _check_layers(model, asked, config)
@@ -115,22 +115,22 @@ def places_of(model: Any, config: RunConfig, parts: Sequence[str]) -> Places:
 
 
 class _Idle:
-    """What is in parts of a model that are not trained."""
+    """What lies in untrained parts of a model."""
 
     def __init__(self, model: Any, parts: Sequence[str]) -> None:
         self._model, self._parts, self._part_of = model, parts, anatomy(model).part_of
 
     def parameter(self, name: str) -> bool:
-        """Whether this parameter is; a tied one has the name of the first. A head for scores is trained with any."""
+        """Whether this parameter (a tied one under its first name) is in an untrained part. Score heads never are."""
         return self._part_of.get(name) not in (None, *self._parts) and not name.startswith(HEADS)
 
     def module(self, name: str) -> bool:
-        """Whether the parameters of this module are."""
+        """Whether the parameters of this module lie in an untrained part."""
         first = next((own for own, _ in self._model.get_submodule(name).named_parameters()), "")
         return self.parameter(f"{name}.{first}")
 
     def check_left(self, left: Sequence[str], found: Sequence[str], config: RunConfig) -> None:
-        """Raise ConfigError where modules were found by their names, and none is left as all are in such parts."""
+        """Raise ConfigError if modules were found, but all of them are in untrained parts."""
         if left or not (idle := [name for name in found if self.module(name)]):
             return
         of_modules = ((path, part) for path, part in self._part_of.items() if path.startswith(tuple(idle)))
@@ -143,15 +143,15 @@ class _Idle:
 
 
 def _stacks_given(model: Any, config: RunConfig, idle: _Idle, every: Sequence[str]) -> list[str]:
-    """--target-parameters, without those of parts that are not trained. `every`: the names of all parameters."""
+    """--target-parameters, without those in untrained parts. `every`: the names of all parameters."""
     found = _named(model, config.target_parameters)
     trained = [name for name in found if not idle.parameter(name)]
     return config.target_parameters if trained == found else _short(trained, every)
 
 
 def linear_layers(model: Any, parts: Sequence[str]) -> list[str] | str:
-    """The linear layers of these parts but for heads, `OTHERS` and what PEFT refuses, which is what `all-linear` means;
-    the same words where the model has no other parts."""
+    """What `all-linear` means: the linear layers of these parts except heads, `OTHERS` and layers that PEFT refuses.
+    Returns `all-linear` itself if the model has no other parts."""
     left = any(map(_is_other, model.modules())) or _refused(model)
     if set(anatomy(model).part_of.values()) <= set(parts) and not left:
         return ALL[0]
@@ -165,7 +165,7 @@ def _is_other(module: Any) -> bool:
 
 
 def _refused(model: Any) -> set[str]:
-    """Where PEFT takes no adapters, by the last word: kernels of Mamba read only the weights there."""
+    """Last name components of layers on which PEFT takes no adapters: Mamba kernels read only the weights there."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 
@@ -198,14 +198,14 @@ def _all_linear(model: Any, parts: Sequence[str]) -> list[str]:
 
 
 def _all_norms(model: Any, parts: Sequence[str]) -> list[str]:
-    """The modules with a weight of their own that are called after what they do."""
+    """The norms: modules with a weight and "norm" in the name of their class."""
     part_of, modules = anatomy(model).part_of, model.named_modules()
     norms = (name for name, module in modules if "norm" in type(module).__name__.lower())
     return [name for name in norms if part_of.get(f"{name}.weight") in parts]
 
 
 def layers_of(places: Places, model: Any) -> list[str]:
-    """The modules that get adapters there."""
+    """The modules that get adapters."""
     from peft import LoraConfig
 
     if places.modules == ALL[0]:
@@ -214,20 +214,20 @@ def layers_of(places: Places, model: Any) -> list[str]:
 
 
 def _reached(config: Any, model: Any) -> list[str]:
-    """The modules that PEFT's configuration names."""
+    """The modules that a PEFT configuration selects."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     return [name for name, _ in model.named_modules() if name and check_target_module_exists(config, name)]
 
 
 def _named(model: Any, names: Iterable[str]) -> list[str]:
-    """The parameters whose names end so."""
+    """The parameters whose names end in one of `names`."""
     ends = tuple(f".{end}" for end in names)
     return [name for name, _ in model.named_parameters() if f".{name}".endswith(ends)]
 
 
 def _asks_for(name: str, given: str | Sequence[str]) -> bool:
-    """Whether these names, or this expression, ask for this tensor of experts, where PEFT goes by the ends of names."""
+    """Whether these names, or this regular expression, select this expert tensor; PEFT matches the ends of names."""
     inside = name.rpartition(".")[0]
     spelt = [name, inside, *(f"{inside}.{projection}" for projection in PROJECTIONS)]
     if isinstance(given, str):
@@ -237,13 +237,13 @@ def _asks_for(name: str, given: str | Sequence[str]) -> bool:
 
 
 def _within(module: str, whole: Sequence[str]) -> bool:
-    """Whether this is, or is in, one of the modules that are trained whole, by their names as PEFT looks for them."""
+    """Whether this module is, or is in, one of those trained in full, matching names as PEFT does."""
     above = itertools.accumulate(module.split("."), "{}.{}".format)
     return any(path.endswith(end) for path in above for end in whole)
 
 
 def _short(names: Sequence[str], all_names: Sequence[str]) -> list[str]:
-    """These names, those that every layer has without what stands before: `mlp.experts.down_proj`."""
+    """These names; those found in every layer are shortened to their part after the layer: `mlp.experts.down_proj`."""
     ends: dict[str, list[str]] = {_end(name): [] for name in names}
     wanted = set(names)
     for name in all_names:
@@ -259,7 +259,7 @@ def _end(name: str) -> str:
 
 
 def _check_bits(model: Any, lost: Sequence[str], config: RunConfig) -> None:
-    """Raise ConfigError for a layer in four bits that PEFT finds as a weight only: it has none in its own shape."""
+    """Raise ConfigError for a four-bit layer that PEFT can only target by its weight, whose packed shape differs."""
     from shardproof.integrations.four_bits import FourBitLinear
 
     part_of = anatomy(model).part_of
@@ -272,13 +272,14 @@ def _check_bits(model: Any, lost: Sequence[str], config: RunConfig) -> None:
     if packed:
         names = dict.fromkeys(name.rpartition(".")[2] for name in packed)
         raise ConfigError(
-            f"--target-modules {' '.join(config.target_modules)}: PEFT takes {', '.join(names)} of this model for its"
-            f" experts', and cannot adapt {_end(packed[0])} in four bits. Name others, or leave --quantize out."
+            f"--target-modules {' '.join(config.target_modules)}: PEFT takes {', '.join(names)} of this model to be"
+            f" its experts' projections, and cannot adapt {_end(packed[0])} in four bits. Name others, or leave"
+            f" --quantize out."
         )
 
 
 def _check_layers(model: Any, names: Sequence[str], config: RunConfig) -> None:
-    """Raise ConfigError for one of these modules that is none of the layers that PEFT adapts."""
+    """Raise ConfigError if one of these modules is not a layer that PEFT can adapt."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -297,7 +298,7 @@ def _check_layers(model: Any, names: Sequence[str], config: RunConfig) -> None:
 
 
 def check_wrapped(places: Places, config: RunConfig) -> None:
-    """Raise ConfigError for what PEFT does not do with adapters of tensors, which are added to them."""
+    """Raise ConfigError for options that PEFT does not support with adapters on tensors (added to the weights)."""
     wrong = [f"--lora-dropout {config.lora_dropout:g}"] if config.lora_dropout else []
     wrong += ["--dora"] if config.dora else []
     kind = config.init_lora_weights
@@ -316,8 +317,8 @@ def check_wrapped(places: Places, config: RunConfig) -> None:
 
 
 def _check_parameters(model: Any, names: Sequence[str], modules: Sequence[str], whole: Sequence[str]) -> None:
-    """Raise ConfigError for a name of --target-parameters that is no matrix of the model's, or stack of them, or is in
-    one of the modules that get adapters anyway, or are trained whole."""
+    """Raise ConfigError for a name in --target-parameters that is not a matrix of the model, or a stack of matrices, or
+    that is in a module that already gets adapters or is trained in full."""
     sizes = {name: parameter.ndim for name, parameter in model.named_parameters()}
     able = [name for name, dims in sizes.items() if dims in (2, 3)]
     for end in names:
@@ -347,14 +348,13 @@ def _check_parameters(model: Any, names: Sequence[str], modules: Sequence[str], 
 
 
 def stacks_of(model: Any, path: str = "") -> str:
-    """A sentence that names the tensors of experts of a model, or of the module of it that has this path, or
-    nothing."""
+    """A sentence that names the expert tensors of a model, or of its module at `path`; empty if there are none."""
     stacks = dict.fromkeys(_end(".".join(filter(None, (path, name)))) for name in _stacks(model))
     return f" Its experts are tensors: --target-parameters {' '.join(stacks)}." if stacks else ""
 
 
 def _stacks(model: Any) -> list[str]:
-    """The tensors of which each holds a projection of all experts of a layer."""
+    """The tensors that each hold one projection for all experts of a layer."""
     return [
         f"{path}.{name}".removeprefix(".")
         for path, module in model.named_modules()
@@ -365,8 +365,8 @@ def _stacks(model: Any) -> list[str]:
 
 
 def tell_of_left_out(model: Any, places: Places, parts: Sequence[str], whole: Sequence[str]) -> None:
-    """Warn of tensors of experts in these parts that get no adapters and are not trained whole: they are no linear
-    layers, and PEFT makes an exception of some models only."""
+    """Warn about expert tensors in these parts that get no adapters and are not trained in full: they are not linear
+    layers, and PEFT handles them for some models only."""
     part_of, having = anatomy(model).part_of, set(_named(model, places.parameters))
     still = (name for name in _stacks(model) if name not in having and not _within(name.rpartition(".")[0], whole))
     left = dict.fromkeys(_end(name) for name in still if part_of[name] in parts)
@@ -379,7 +379,7 @@ def tell_of_left_out(model: Any, places: Places, parts: Sequence[str], whole: Se
 
 
 def sharing(modules: Iterable[tuple[str, Any]]) -> list[str]:
-    """Two of these modules, by name, whose weight is one, as those of Zamba's blocks; nothing where there are none."""
+    """The names of two of these modules that share a weight, as in Zamba's blocks; empty if there are none."""
     having: dict[int, str] = {}
     for name, module in modules:
         weight = getattr(module, "weight", None)
@@ -389,8 +389,8 @@ def sharing(modules: Iterable[tuple[str, Any]]) -> list[str]:
 
 
 def tell_of_shared(model: Any, places: Places) -> None:
-    """Warn of adapters that no merge takes into their weight: each of its places has others."""
-    head = model.get_output_embeddings()  # which parts from the embedding when it is merged
+    """Warn about adapters that cannot be merged: the layers that share a weight have different adapters."""
+    head = model.get_output_embeddings()  # a merge unties it from the embedding
     reached = ((name, model.get_submodule(name)) for name in layers_of(places, model))
     if shared := sharing((name, module) for name, module in reached if module is not head):
         log.warning(

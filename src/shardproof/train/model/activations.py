@@ -1,4 +1,4 @@
-"""What becomes of activations between forward and backward: kept, computed again, or kept by the host meanwhile."""
+"""What happens to activations between forward and backward: kept, recomputed, or offloaded to the host."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from shardproof.zero.device import side_stream
 
 HOST = torch.device("cpu")
 SMALL = 4096
-BEHIND = 4  # copies away that the computing may be ahead of
-AHEAD = 16  # copies back that may be there before they are asked for
-ENOUGH = 2**28  # bytes, beyond which no more than the next one is brought ahead: some 10 ms of PCIe
-NEAR = 2 * AHEAD  # numbers: what an operation saved it asks for in an order of its own
+BEHIND = 4  # copies to the host that computation may run ahead of
+AHEAD = 16  # tensors that may be copied back before they are needed
+ENOUGH = 2**28  # bytes beyond which only the next tensor is prefetched: about 10 ms of PCIe
+NEAR = 2 * AHEAD  # in numbers of saved tensors: an operation asks for what it saved in an order of its own
 
-# What is dear to compute and cheap to keep. Batched products are not among them: in eager attention they give the
-# matrix of all pairs of tokens.
+# Operations whose results are expensive to compute and cheap to keep. Batched products are not among them: in eager
+# attention they produce the matrix of all pairs of tokens.
 _PRODUCTS = ("mm", "addmm", "_scaled_mm", "_grouped_mm")
 _KINDS = "flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"
-_ELSEWHERE = "flex_attention", "_varlen_attn"  # of other namespaces
+_ELSEWHERE = "flex_attention", "_varlen_attn"  # in other namespaces
 _ATTENTION = tuple(f"_scaled_dot_product_{kind}" for kind in _KINDS)
 
 
@@ -42,33 +42,33 @@ def _keeps(operator: Any) -> bool:
 
 
 def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what matrix products and attention give; compute the rest again."""
+    """Keep the results of matrix products and attention; recompute the rest."""
     kept = isinstance(operator, torch._ops.OpOverload) and _keeps(operator)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def policy_of_biased_experts(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """`policy` for models in which transformers adds a bias into what the product of all experts has given (gpt-oss):
-    what is kept must not be written to."""
+    """`policy` for models in which transformers adds a bias in place to the result of the experts' grouped product
+    (gpt-oss): kept tensors must not be written to."""
     if getattr(operator, "overloadpacket", None) is torch.ops.aten._grouped_mm:
         return CheckpointPolicy.PREFER_RECOMPUTE
     return policy(context, operator, *args, **kwargs)
 
 
 def choose_checkpointing(model: nn.Module, how: bool | int | str) -> nn.Module:
-    """Have `enable_checkpointing(model)`, whoever calls what it calls, do what --gradient-checkpointing says.
+    """Make enabling checkpointing on this model follow --gradient-checkpointing, whoever enables it.
 
-    Trainer calls it, TRL's trainers turn it off and on again, and no argument of theirs could say this: they write
-    their arguments down.
+    Trainer enables it, and TRL's trainers turn it off and on again. Their arguments cannot express this, since they are
+    serialised.
 
     Args:
-        model: of transformers, without adapters.
-        how: "selective" keeps what matrix products and attention give; a number n computes every n-th layer again.
+        model: a transformers model, without adapters.
+        how: "selective" keeps the results of matrix products and attention; a number n recomputes every n-th layer.
 
     Returns: `model`.
 
     Raises:
-        ConfigError: on enabling, if the model cannot, or has no layers to choose from.
+        ConfigError: when enabled, if the model does not support it, or has no layers to choose from.
     """
     from shardproof.train.options.config import SELECTIVE  # with pydantic, which who holds activations needs not have
 
@@ -100,7 +100,7 @@ def choose_checkpointing(model: nn.Module, how: bool | int | str) -> nn.Module:
         for number, layer in enumerate(layers if every > 1 else ()):
             layer.gradient_checkpointing = number % every == 0
 
-    setattr(model, f"{name}_enable", enable)  # a function of this one object
+    setattr(model, f"{name}_enable", enable)  # on this object only
     return model
 
 
@@ -109,14 +109,14 @@ def _refuse(kind: str, *args: Any, **options: Any) -> None:
 
 
 class Held:
-    """A tensor that the host holds.
+    """A tensor held by the host.
 
     Attributes:
-        number: how many others were saved before it.
-        host: its copy there.
+        number: how many tensors were saved before it.
+        host: its copy on the host.
         saved: how many operations saved it.
-        here: it on the device, while it is on its way to the host (`leaving`) or back; `version` of it. The `event` is
-            the end of that copy.
+        here: the tensor on the device, while it is being copied to the host (`leaving`) or back, with its `version`.
+            The `event` marks the end of that copy.
     """
 
     def __init__(self, number: int, host: torch.Tensor) -> None:
@@ -130,7 +130,7 @@ class Held:
         self.here, self.event, self.leaving, self.version = here, event, leaving, here._version
 
     def ask(self, backward: int) -> bool:
-        """Returns whether that backward pass had asked for it before."""
+        """Returns whether this backward pass has asked for it before."""
         again = self._backward == backward
         self._backward, self._asked = backward, self._asked + 1 if again else 1
         return again
@@ -141,24 +141,25 @@ class Held:
 
 
 class HeldByHost(saved_tensors_hooks):
-    """Inside, what a forward pass saves for backward goes to the host's memory, and comes back before it is asked for.
+    """A context in which tensors that a forward pass saves for backward go to host memory, and come back before they
+    are needed.
 
-    Copies run in a stream beside the computing. Of those away a few may lag behind, and what is still here when it is
-    asked for is taken as it is. Backward asks for what was saved in about the opposite order, so with each tensor that
-    it asks for the copies of the next ones are queued, before it computes with that one. That is a guess: what it asks
-    for in another order comes when it is asked for.
+    Copies run in a side stream. A few copies to the host may lag behind, and a tensor that is still on the device when
+    it is needed is used as it is. Backward asks for saved tensors in roughly reverse order, so with each one it asks
+    for, the copies of the next ones are queued before it computes. That is a guess: tensors requested in another order
+    are copied on request.
 
-    What comes back lies in memory of the stream of copies, which waits for the computing before it copies anything. So
-    it can be let go at any time, whether it was used or has not even arrived. To be used for more than one forward
-    pass: torch keeps memory for each stream.
+    Tensors that come back lie in memory of the copy stream, which waits for computation before it copies anything. They
+    can therefore be released at any time, whether they were used or have not even arrived. Use one object for many
+    forward passes: torch keeps memory for each stream.
 
-    What lies in gathered weights stays where it is: the engine's own hooks, inside of these, keep only its place. A
-    tensor that is saved several times is copied once.
+    Tensors that lie in gathered weights stay where they are: the engine's own hooks, inside these, keep only their
+    place. A tensor that is saved several times is copied once.
 
     Args:
         device: where the model computes.
         host: where activations are held.
-        smallest: bytes; what is smaller is not worth a copy.
+        smallest: bytes; smaller tensors are not worth a copy.
 
     Attributes:
         queues: whether copies are queued.
@@ -170,7 +171,7 @@ class HeldByHost(saved_tensors_hooks):
         self._numbers = count()
         self._saved: WeakValueDictionary[int, Held] = WeakValueDictionary()  # by number
         self._held: dict[tuple[Any, ...], Held] = {}  # in this forward pass
-        self._here: list[Held] = []  # those of which the device has a copy
+        self._here: list[Held] = []  # those with a copy on the device
         self._stream: torch.Stream | None = None
         self._backward = -1
         super().__init__(self._pack, self._unpack)
@@ -179,7 +180,7 @@ class HeldByHost(saved_tensors_hooks):
         small = tensor.numel() * tensor.element_size() < self.smallest
         if small or tensor.device.type != self.device.type or tensor.is_sparse or isinstance(tensor, nn.Parameter):
             return tensor
-        # As long as the weak reference is there, no other memory has its name.
+        # While the weak reference exists, no other memory can have the same key.
         memory = StorageWeakRef(tensor.untyped_storage())
         where = tensor.storage_offset(), tensor.shape, tensor.stride()
         key = memory, *where, tensor.dtype, tensor.is_conj(), tensor.is_neg(), tensor._version
@@ -190,9 +191,9 @@ class HeldByHost(saved_tensors_hooks):
         return held
 
     def _copy_away(self, values: torch.Tensor) -> Held:
-        # In the order of its elements: a product of a transposed matrix rounds otherwise than that of its copy in rows.
+        # Keeps the memory order: the product of a transposed matrix rounds differently from that of a row-major copy.
         host = self._room(values)
-        if host.stride() != values.stride():  # gaps, or elements that stand for several: one transfer needs them dense
+        if host.stride() != values.stride():  # gaps or expanded elements: a single transfer needs a dense tensor
             values = values.clone()
         held = Held(next(self._numbers), host)
         with self._beside():
@@ -215,13 +216,13 @@ class HeldByHost(saved_tensors_hooks):
         here: torch.Tensor = packed.here
         if not packed.leaving:
             self._wait(packed)
-        if backward == -1:  # somebody looks at what is saved
+        if backward == -1:  # somebody inspects saved tensors
             self._forget()
         return here
 
     def _expected(self, held: Held, backward: int) -> list[Held]:
-        """What is likely to be asked for after it: of what is here, what is near, and then what was saved before."""
-        again = held.ask(backward)  # what many operations saved does not tell where backward has come to
+        """The tensors likely to be needed next: nearby ones already on the device, then those saved before this one."""
+        again = held.ask(backward)  # a tensor saved by many operations does not tell how far backward has got
         others = [h for h in self._here if h is not held and h.awaited(backward)]
         if again:
             return others[:AHEAD]
@@ -236,7 +237,7 @@ class HeldByHost(saved_tensors_hooks):
         return found
 
     def _have(self, wanted: list[Held]) -> None:
-        """These on the device, and no others."""
+        """Have these on the device, and no others."""
         for held in self._here:
             edited = held.here is not None and held.here._version != held.version
             if edited or held not in wanted:
@@ -249,7 +250,7 @@ class HeldByHost(saved_tensors_hooks):
                     held.set(self._copy_back(held.host), self._event(), leaving=False)
 
     def _let_go(self, held: Held) -> None:
-        if held.leaving:  # its memory is free once the computing has waited for the copy
+        if held.leaving:  # its memory is free once computation has waited for the copy
             self._wait(held)
         held.here = held.event = None
 
@@ -257,7 +258,7 @@ class HeldByHost(saved_tensors_hooks):
         self._have([])
 
     def _room(self, values: torch.Tensor) -> torch.Tensor:
-        """The host's memory for a copy."""
+        """Host memory for a copy."""
         return torch.empty_like(values, device=self.host, pin_memory=self.queues)
 
     def _copy_back(self, host: torch.Tensor) -> torch.Tensor:

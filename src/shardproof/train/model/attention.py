@@ -1,4 +1,4 @@
-"""What sees what in a model of a run: its attention, and layers and batches in which rows share a row."""
+"""What sees what in a run's model: its attention, and the handling of packed rows and rows shared by processes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from shardproof.errors import ConfigError
 
 
 def choose_attention(model: Any, config: Any) -> None:
-    """Check the attention that a run or a plan asks for; if it asks for none, have rows that share one not cost all
-    pairs of their tokens, and take one that can be shared by processes."""
+    """Check the attention that a run or a plan asks for. If it asks for none, choose one that does not compute all
+    pairs of tokens in a packed row, and one that processes can share."""
     from shardproof.models.attention.masks import tell_masks_of_positions
     from shardproof.models.attention.sinks import has_sinks
     from shardproof.models.attention.varlen import check_attention_of, knows_ours, take, take_for_packed
@@ -20,14 +20,14 @@ def choose_attention(model: Any, config: Any) -> None:
     if config.attn is None and _shares_rows(config) and not getattr(config, "compile", False):
         take_for_packed(model, half=config.precision != "fp32")
     if config.attn is None and config.sequence_parallel > 1 and has_sinks(model) and knows_ours(model):
-        take(model)  # their own attention cannot be in parts
+        take(model)  # the model's own attention cannot be split
 
 
 def share_rows(model: Any, config: Any) -> None:
-    """Prepare a model for packed rows, for batches without padding, or for rows of which each process has a part.
+    """Prepare a model for packed rows, for batches without padding, or for rows split over processes.
 
     Raises:
-        ConfigError: it is not one for them.
+        ConfigError: the model does not support it.
     """
     from shardproof.models.attention.padding_free import make_padding_free
     from shardproof.models.attention.recurrent import carries_state, isolate_documents
@@ -48,8 +48,8 @@ def share_rows(model: Any, config: Any) -> None:
 
 
 def check_parts_of_rows(model: Any) -> None:
-    """Raise ConfigError for a model, before adapters, whose decoder passes something on beside attention, as far as the
-    names of its layers tell, or counts positions by itself; any other one is tried at the first step."""
+    """Raise ConfigError for a model, before adapters, whose decoder carries state besides attention (judged by the
+    names of its layers) or counts positions itself; any other model is tested at the first step."""
     from shardproof.models.attention.recurrent import looks_back
     from shardproof.train.model.positions import counts_positions
 

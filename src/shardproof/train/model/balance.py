@@ -1,4 +1,4 @@
-"""The term that balances the experts of a mixture, added to the loss with one weight whatever a step is made of."""
+"""The load-balancing term for mixtures of experts, added to the loss with the same weight however a step is split."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ else:
     Base = object
 
 ASKS = "output_router_logits"  # transformers' switch for the term
-COMPUTES = "load_balancing_loss_func"  # what computes it, of the same name beside all models that have it
+COMPUTES = "load_balancing_loss_func"  # computes it; has this name in the module of every model that has the term
 
 
 class BalanceMixin(Base):
-    """For our trainer of models that write: `balance` times the mean of the micro-batches' terms is part of the loss.
+    """For our trainer of generative models: `balance` times the mean of the micro-batches' terms is part of the loss.
 
-    transformers adds a model's own weight times the term to the loss of each micro-batch, by which it weighs more the
-    more micro-batches a step has. Here the model only computes it: labels are kept from its forward, and its own weight
-    with them.
+    transformers adds the model's own weight times the term to the loss of each micro-batch, so that the term weighs
+    more the more micro-batches a step has. Here the model only computes the term: its forward gets no labels, and so
+    does not apply its own weight.
     """
 
     balance: float = 0.0
@@ -39,16 +39,16 @@ class BalanceMixin(Base):
         return (loss, outputs) if return_outputs else loss
 
     def balanced(self, loss: Any, model: Any, inputs: dict[str, Any], outputs: Any) -> Any:
-        """The loss of a micro-batch with its term; `outputs` are of a forward that was asked for it by `ASKS`."""
+        """The loss of a micro-batch with its term; `outputs` come from a forward with `ASKS` set."""
         shared = self.args.gradient_accumulation_steps
-        if self.deterministic:  # gradients of ranks are added up, and else averaged
+        if self.deterministic:  # gradients are summed over ranks here, otherwise averaged
             shared *= self.accelerator.num_processes
         return loss + self.balance / shared * term(model, inputs, outputs).to(loss.device)
 
 
 def term(model: Any, inputs: dict[str, Any], outputs: Any) -> Any:
-    """transformers' term of a micro-batch, a scalar. It is told padding by a mask, and packed rows have none: where
-    they are filled up, it is computed of the tokens that are no padding."""
+    """transformers' term for a micro-batch, a scalar. It learns about padding from a mask, which packed rows do not
+    have: if they are padded, the term is computed from the tokens that are not padding."""
     positions = inputs.get("position_ids")
     if positions is None or inputs.get("attention_mask") is not None or positions.dim() != 2:
         return outputs.aux_loss
@@ -67,7 +67,7 @@ def term(model: Any, inputs: dict[str, Any], outputs: Any) -> Any:
 def check_balance(model: Any) -> None:
     """Raise ConfigError for a model in which transformers has no term that balances experts."""
     inner = without_adapters(model)
-    # Of an omni model a module is trained that has a forward of its own.
+    # In an omni model, the trained module is an inner one with a forward of its own.
     forwards = (inspect.signature(type(module).forward).parameters for module in inner.modules())
     if not any(ASKS in taken and "labels" in taken for taken in forwards):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a run changes in the model that it begins with: tokens that are new to it, and how far its positions reach."""
+"""What a run changes in the model it starts from: new tokens, and how far its positions reach."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from shardproof.errors import ConfigError
 
-ROPES = ("linear", "dynamic", "yarn")  # kinds that a factor is all there is to say of
+ROPES = ("linear", "dynamic", "yarn")  # kinds that need nothing but a factor
 CHANGES = (TOKENS := "new_special_tokens", "rope_scaling", "max_model_len")
 
 
@@ -17,10 +17,10 @@ CHANGES = (TOKENS := "new_special_tokens", "rope_scaling", "max_model_len")
 
 
 def tokens_of(names: list[str]) -> list[str]:
-    """The tokens that --new-special-tokens names: themselves, or those in a .txt file, one a line.
+    """The tokens that --new-special-tokens names: the names themselves, or the lines of a .txt file.
 
     Raises:
-        ConfigError: the file cannot be read, or a token stands there twice or is empty.
+        ConfigError: the file cannot be read, or a token is listed twice or empty.
     """
     if len(names) != 1 or not names[0].endswith(".txt"):
         found = names
@@ -40,16 +40,16 @@ def tokens_of(names: list[str]) -> list[str]:
 
 
 def add_tokens(tokenizer: Any, names: list[str]) -> None:
-    """Have the tokenizer know these tokens, as special ones."""
+    """Add these tokens to the tokenizer as special tokens."""
     if names:
         tokenizer.add_tokens(tokens_of(names), special_tokens=True)
 
 
 def grow(model: Any, tokenizer: Any) -> None:
-    """Give a model a row for each token: embedding, and head where it has one. New rows are drawn around the mean of
+    """Give a model's embedding, and its head if it has one, a row for each token. New rows are drawn around the mean of
     the others (transformers' mean resizing), from the same random numbers on all ranks.
 
-    Of a model that is loaded in parts, embedding and head are read whole, and cut with the rest.
+    If the weights are still to be read, embedding and head are read in full, and sharded with the rest.
 
     Raises:
         ConfigError: the embedding of the model is not where transformers looks for it.
@@ -70,7 +70,7 @@ def grow(model: Any, tokenizer: Any) -> None:
 
 
 def read_whole(p: Any) -> None:
-    """Give a parameter the values that it was to read when it is cut, if it was to read any."""
+    """Read the values of a parameter now that would otherwise be read when it is sharded, if any."""
     from shardproof.zero.build import READER
 
     if (read := p.__dict__.pop(READER, None)) is not None:
@@ -81,7 +81,7 @@ def read_whole(p: Any) -> None:
 
 
 def check_rope(scaling: Mapping[str, str], longest: int | None) -> None:
-    """Raise ConfigError for a scaling that cannot be."""
+    """Raise ConfigError for an invalid scaling."""
     kind = scaling.get("type")
     for name in scaling:
         if name not in ("type", "factor"):
@@ -102,11 +102,11 @@ def check_rope(scaling: Mapping[str, str], longest: int | None) -> None:
 
 
 def stretch(config: Any, scaling: Mapping[str, str], longest: int | None) -> None:
-    """Let the positions of a model reach further, in its config, which is saved with it: they are scaled by the factor,
-    or by the whole number that takes `longest` tokens. Without a scaling, only the config says `longest`.
+    """Extend the positions of a model in its config, which is saved with it: they are scaled by the factor, or by the
+    smallest whole number that fits `longest` tokens. Without a scaling, only the config's maximum is set to `longest`.
 
     Raises:
-        ConfigError: its positions are no rotary ones that a factor scales, or it says no length.
+        ConfigError: it has no rotary positions that a factor can scale, or its config names no length.
     """
     if not scaling and longest is None:
         return
@@ -140,13 +140,13 @@ def stretch(config: Any, scaling: Mapping[str, str], longest: int | None) -> Non
 
 
 def stretching(config: Any) -> Callable[[Any], None] | None:
-    """What changes the config of the model of a run with these options; None changes nothing."""
+    """The function that changes the model's config under these options; None if nothing changes."""
     scaling, longest = getattr(config, "rope_scaling", {}), getattr(config, "max_model_len", None)
     return (lambda found: stretch(found, scaling, longest)) if scaling or longest else None
 
 
 def changed_by(folder: Path) -> Any:
-    """The options by which the run that a model folder is of has changed its model; None of other folders."""
+    """The options with which the run of this model folder changed its model; None for folders outside a run."""
     from shardproof.train.folder import CONFIG, recorded_in
     from shardproof.train.options.config import SftConfig
 

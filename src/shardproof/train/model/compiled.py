@@ -8,6 +8,6 @@ from shardproof.errors import ConfigError
 
 
 def check_compiler() -> None:
-    """Raise ConfigError where torch.compile has nothing to compile its kernels, or what starts them, with."""
+    """Raise ConfigError if torch.compile has no compiler for its kernels or the code that launches them."""
     if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
         raise ConfigError("--compile needs a C++ compiler: install g++ (or clang++), or leave --compile out.")

@@ -1,4 +1,4 @@
-"""What the config of a model says before the model is there."""
+"""What a model's config tells before the model is loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardproof.train.options.config import RunConfig
 
 
 def declared(config: RunConfig) -> Any:
-    """The config of the model; None where transformers does not know it: it is of a plugin's."""
+    """The config of the model; None if transformers does not know it, as for a plugin's model."""
     from transformers import AutoConfig
 
     from shardproof.models.tiny import tiny_config
@@ -23,8 +23,7 @@ def declared(config: RunConfig) -> Any:
 
 
 def check_shares_rows(config: RunConfig) -> None:
-    """See that processes can share rows of a model, as far as its config and its class tell; it is tried at the first
-    step, too.
+    """Check that processes can share rows of a model, as far as its config and class tell; the first step tests it too.
 
     Raises:
         ConfigError: they cannot.
@@ -38,7 +37,7 @@ def check_shares_rows(config: RunConfig) -> None:
         return
     check_heads_of(found, config.sequence_parallel)
     kind = AutoModelForCausalLM._model_mapping.get(type(found), None)
-    # With sinks it is that of documents, which a model of that class shows when it is made.
+    # Models with sinks use document attention instead, which shows only once the model is built.
     knows_none = kind is not None and not kind._supports_sdpa and not kind._supports_flash_attn
     if knows_none and not config.external_plugins:
         check_attention_of(kind, "eager")

@@ -1,4 +1,4 @@
-"""A few tokens, with which a model is tried."""
+"""A few tokens to test a model with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FEW = 8
 
 
 def few_tokens(tokenizer: Any) -> torch.Tensor:
-    """FEW tokens out of the middle of a vocabulary: no text is known to every tokenizer, and marks of pictures and the
-    like stand at its ends."""
+    """FEW tokens from the middle of a vocabulary: no text suits every tokenizer, and image placeholders and the like
+    are at the ends."""
     known = sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids})
     return torch.tensor([known[(len(known) // 2 + i) % len(known)] for i in range(FEW)])

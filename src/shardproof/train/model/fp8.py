@@ -11,11 +11,11 @@ from shardproof.errors import ConfigError
 from shardproof.zero.build import find_units
 from shardproof.zero.device import default_device
 
-MULTIPLE = 16  # of which the rows and columns of a product have to be
+MULTIPLE = 16  # rows and columns of a product must be multiples of it
 
 
 def check_fp8(device: torch.device) -> None:
-    """Raise ConfigError where torch multiplies no matrices in fp8."""
+    """Raise ConfigError if torch cannot multiply matrices in fp8 here."""
     eight = torch.ones(MULTIPLE, MULTIPLE, device=device).to(torch.float8_e4m3fn)
     scale = torch.ones((), device=device)
     try:
@@ -27,13 +27,13 @@ def check_fp8(device: torch.device) -> None:
 
 def in_fp8(model: nn.Module) -> int:
     """Have the linear layers in the blocks of a model multiply in fp8, before it is sharded: forward in e4m3, gradients
-    in e5m2, each tensor scaled by its largest magnitude of the moment (arXiv 2209.05433). Weights stay the parameters
-    that they are, so nothing changes in what is sharded, trained and saved.
+    in e5m2, each tensor scaled by its current largest magnitude (arXiv 2209.05433). The parameters stay as they are, so
+    nothing changes in what is sharded, trained and saved.
 
-    Returns: how many there are.
+    Returns: the number of such layers.
 
     Raises:
-        ConfigError: there are none, or torch cannot do it here.
+        ConfigError: the model has none, or torch cannot do it here.
     """
     check_fp8(default_device())
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -49,7 +49,7 @@ def in_fp8(model: nn.Module) -> int:
         raise ConfigError(
             f"--fp8: {type(model).__name__} has no blocks with linear layers whose sizes are multiples of {MULTIPLE}."
         )
-    # Tokens are as many as there are: what they are too few to be a multiple is filled up.
+    # The number of tokens varies: it is padded up to a multiple.
     config: Any = Float8LinearConfig(pad_inner_dim=True)
     convert_to_float8_training(model, config=config, module_filter_fn=fits)
     return found

@@ -1,4 +1,4 @@
-"""Parts that options name and that the model does not have."""
+"""Parts that options name but the model does not have."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ log = logging.getLogger("shardproof")
 
 Config = TypeVar("Config", bound=RunConfig)
 
-LLM = "llm"  # all that a model of text has
-TOWERS = ("vision", "audio", "aligner")  # which may be named together, for a model that has some of them
-# Options of ms-swift, as they are noted among those that were given: of a model of text they say nothing there.
+LLM = "llm"  # the only part of a text model
+TOWERS = ("vision", "audio", "aligner")  # may be named together for a model that has some of them
+# ms-swift options, by their names among the given options: they have no effect on a text model.
 OF_SWIFT = {
     "freeze": ("freeze_llm", "freeze_vit", "freeze_aligner"),
     "part_learning_rates": ("vit_lr", "aligner_lr"),
@@ -26,10 +26,10 @@ OF_SWIFT = {
 
 
 def without_lacking(config: Config, here: Sequence[str]) -> Config:
-    """The options without parts that the model lacks; `here` are those that it has.
+    """The options without parts that the model lacks; `here` lists those that it has.
 
-    A part that is not there need not be frozen, which is told once. What ms-swift's options name of any model goes
-    without a word, and what the run that goes on was recorded with stays as it is.
+    Freezing a part that does not exist gives one warning. Parts named by ms-swift options are dropped silently, and
+    options recorded by the run that is resumed stay as they are.
 
     Raises:
         ConfigError: --part-learning-rates names a part that the model does not have.
@@ -39,7 +39,7 @@ def without_lacking(config: Config, here: Sequence[str]) -> Config:
         named = getattr(config, option)
         lacking = [part for part in named if part not in here and not _in_company(part, named, here)]
         if option == "freeze" and "freeze_llm" in config.model_fields_set and list(here) == [LLM]:
-            lacking = list(named)  # there it is a part of what sees or hears
+            lacking = list(named)  # in such a model it belongs to the part that sees or hears
         lacking = [part for part in lacking if part not in _recorded(config, option, lacking)]
         if not lacking:
             continue
@@ -60,21 +60,21 @@ def without_lacking(config: Config, here: Sequence[str]) -> Config:
 
 
 def tolerant(config: Config) -> Config:
-    """The same options, of which parts that the model lacks are left out: of a short run in place of one that goes on,
-    and was recorded with them."""
+    """The same options, set so that parts the model lacks are dropped silently: for a short run that stands in for a
+    resumed one, which was recorded with them."""
     for theirs in OF_SWIFT.values():
         config.model_fields_set.update(theirs)
     return config
 
 
 def _in_company(part: str, named: Iterable[str], here: Sequence[str]) -> bool:
-    """`vision,audio,aligner` are the towers of a model, whichever it has."""
+    """`vision,audio,aligner` together mean whichever towers the model has."""
     return part in TOWERS and any(other in TOWERS and other in here for other in named)
 
 
 def _recorded(config: RunConfig, option: str, lacking: Sequence[str]) -> Sequence[str]:
-    """The parts that the checkpoint was written with which the run goes on from; of the first releases none are known,
-    and any may be."""
+    """The parts recorded in the checkpoint that the run resumes from; checkpoints of the first releases record none,
+    and any part is accepted."""
     begin = starts(config) if lacking else []
     if not begin:
         return ()

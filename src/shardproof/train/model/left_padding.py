@@ -1,4 +1,4 @@
-"""Rows that are padded on the left, as the prompts are that answers are written to."""
+"""Rows padded on the left, like the prompts that answers are generated for."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MASK = "attention_mask"
 
 
 def count_from_first_tokens(model: Any, ids: torch.Tensor) -> None:
-    """Have a model whose positions count padding (GPT-2) count from the first token of each row, as it does where it
-    writes answers. What a model makes of padding it is asked itself. Collective: every rank calls it.
+    """Make a model whose positions count padding (GPT-2) count from the first token of each row, as it does in
+    generation. Whether a model sees padding is found out by running it. Collective: every rank calls it.
 
     Args:
         ids: some tokens [1, length].
 
     Raises:
-        ConfigError: it sees padding all the same.
+        ConfigError: it sees padding even so.
     """
     if not _sees_padding(model, ids):
         return
@@ -40,8 +40,8 @@ def count_from_first_tokens(model: Any, ids: torch.Tensor) -> None:
 
 
 def reads_padding(model: Any, ids: torch.Tensor) -> bool:
-    """Whether a model that writes answers, to which generate() says what is padding and where rows begin, reads padding
-    before them all the same (recurrences). Any rank calls it, where ranks write answers.
+    """Whether a generating model reads the padding before its rows (recurrent models do), even though generate() tells
+    it what is padding and where rows begin. Any rank may call it, when ranks generate answers.
 
     Args:
         ids: some tokens [1, length].
@@ -72,7 +72,7 @@ def _differs(model: Any, ids: torch.Tensor, counted: bool = False) -> bool:
     alone = model(input_ids=ids, attention_mask=mask).logits.detach()
     behind = model(**given).logits.detach()
     apart = (behind[:, FEW:].float() - alone.float()).abs().max()
-    # Rotary positions round otherwise further on; other ones move a logit by about as much as it is.
+    # Rotary positions round differently further along; other positions change a logit by about its own size.
     return float(apart) > float(alone.abs().max()) * (1e-2 if alone.dtype.itemsize >= 4 else 0.2)
 
 

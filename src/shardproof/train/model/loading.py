@@ -1,4 +1,4 @@
-"""Which model: looked at before anything is imported, then loaded, with or without adapters."""
+"""The model of a run: checked before any library is imported, then loaded, with or without adapters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from shardproof.train.options.tuners import KINDS, LORA, reads_weights
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TINY = "tiny"
 
-# What PEFT has that stands beside a model, and is in none of its weights.
+# PEFT methods that work beside a model and are not part of its weights.
 BESIDE = "PROMPT_TUNING MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING CPT CARTRIDGE ADAPTION_PROMPT".split()
 NEVER_MERGED = "beside the model, and cannot be merged into its weights. `infer` and PEFT load them as they are"
 
@@ -53,10 +53,10 @@ def check_model_source(model: str, option: str = "--model") -> None:
     if model == TINY and not path.is_dir():
         raise ConfigError(
             f"{option} {TINY}: this small model is built from the rows of a run, and only for its --model.\nName a"
-            f" folder or an id of the hub; a run of --model {TINY} leaves such a folder, OUTPUT_DIR/{MODEL}."
+            f" folder or a hub id; a run of --model {TINY} leaves such a folder, OUTPUT_DIR/{MODEL}."
         )
     if not model.strip():
-        raise ConfigError(f"{option} is empty.\nName a folder, an id of the hub (name or org/name){or_tiny}.")
+        raise ConfigError(f"{option} is empty.\nName a folder, a hub id (name or org/name){or_tiny}.")
     if path.is_file():
         raise ConfigError(f"{option} {model} is a file.\nName the folder that holds config.json and the weights.")
     if path.is_dir():
@@ -71,28 +71,26 @@ def check_model_source(model: str, option: str = "--model") -> None:
         check_whole_files(path)
     elif not _may_be_hub_id(model):
         raise ConfigError(
-            f"There is no model folder {model}{_neighbour(path)}.\n"
-            f"Name a folder, an id of the hub (name or org/name){or_tiny}."
+            f"There is no model folder {model}{_neighbour(path)}.\nName a folder, a hub id (name or org/name){or_tiny}."
         )
 
 
 def check_base(run: str | Path, base: str, said_in: Path) -> None:
-    """Raise ConfigError for a folder that is gone, whose model a run or its adapters were trained from, as a file
-    says."""
+    """Raise ConfigError if the folder of the model that a run or its adapters were trained from no longer exists."""
     if not Path(base).expanduser().exists() and not _may_be_hub_id(base):
         raise ConfigError(
-            f"{run} needs {base}, the model that it was trained from, which is gone.\nPut it back there, or write"
+            f"{run} needs {base}, the model that it was trained from, but it is gone.\nPut it back there, or write"
             f" its new place into {said_in}."
         )
 
 
 def of_a_checkpoint(path: str | Path, option: str) -> str:
-    """What to do with a checkpoint where a model is wanted, by `option` or by other words."""
+    """What to do with a checkpoint where a model is expected, for `option` or other wording."""
     return f"\nIt is a checkpoint. Make a model of it first: {exported(path, option)}."
 
 
 def of_a_run(path: Path, option: str) -> str:
-    """What to name in place of a run, or of a checkpoint of one; nothing of other folders."""
+    """What to name instead of a run or a checkpoint; empty for other folders."""
     if (path / MANIFEST).is_file():
         return of_a_checkpoint(path, option)
     model = path / MODEL
@@ -102,7 +100,7 @@ def of_a_run(path: Path, option: str) -> str:
 
 
 def said_of(folder: Path) -> dict[str, Any]:
-    """What PEFT has written about the adapters in a folder.
+    """The PEFT configuration of the adapters in a folder.
 
     Raises:
         ConfigError: it cannot be read.
@@ -114,7 +112,7 @@ def said_of(folder: Path) -> dict[str, Any]:
 
 
 def _of_adapters(folder: Path, named: str | Path, option: str) -> str:
-    """What to do with the adapters in a folder where a model is wanted."""
+    """What to do with a folder of adapters where a model is expected."""
     said = said_of(folder)
     if (kind := said.get("peft_type")) in BESIDE:
         return f"They are PEFT's {kind}, {NEVER_MERGED}. Their model: {said.get('base_model_name_or_path')}."
@@ -136,7 +134,7 @@ def _may_be_hub_id(model: str) -> bool:
 
 
 def _neighbour(path: Path) -> str:
-    """A hint at the folder that may have been meant, or at the first part of the path that is missing."""
+    """A hint at the folder that may have been meant, or at a missing parent folder."""
     if not path.parent.is_dir():
         return f" (there is no folder {path.parent} either)"
     near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()], n=1)
@@ -157,7 +155,7 @@ def check_packages(config: RunConfig) -> None:
 
 
 def check_attention(config: RunConfig) -> None:
-    """Raise ConfigError for an attention that cannot train on this machine."""
+    """Raise ConfigError for an attention implementation that cannot train on this machine."""
     import torch
 
     if config.attn == "flex_attention" and config.launcher != "ray" and not torch.accelerator.is_available():
@@ -172,16 +170,16 @@ def check_attention(config: RunConfig) -> None:
 
 
 def load_tokenizer(source: str, config: RunConfig) -> Any:
-    """The tokenizer, with something to pad with.
+    """The tokenizer, with a padding token.
 
     Raises:
-        ConfigError: there is none of either.
+        ConfigError: there is no tokenizer, or no padding token.
     """
     from shardproof.models.loading.processors import load_fast_tokenizer, note_batches
 
     try:
         tokenizer = load_fast_tokenizer(source, config.trust_remote_code)
-    except Exception as error:  # whatever the Rust library raises
+    except Exception as error:  # the Rust library may raise anything
         raise ConfigError(f"The tokenizer of {source} cannot be loaded: {first_line(error)}") from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one up for a folder that has none
         raise ConfigError(
@@ -199,17 +197,17 @@ def load_tokenizer(source: str, config: RunConfig) -> Any:
 
 
 def load_processing(source: str, config: RunConfig) -> Any:
-    """The model's processor, where it takes pictures or sounds, or else its tokenizer; those of the run whose adapters
-    are trained on, where it is one of ours.
+    """The model's processor if it takes images, audio or video, otherwise its tokenizer; taken from the run whose
+    adapters are trained further, if it is one of ours.
 
     Raises:
-        ConfigError: there is none that can be loaded, or the model brings code of its own that may not be run.
+        ConfigError: it cannot be loaded, or the model needs code of its own that may not be run.
     """
     from shardproof.models.loading.processors import load_processor
 
     if config.adapters and (Path(config.adapters).parent / CONFIG).is_file():
         source = config.adapters
-    if not config.external_plugins:  # with them, a model of the user's may stand in for that code
+    if not config.external_plugins:  # a plugin's model may replace that code
         check_own_code(source, config.trust_remote_code)
         check_writes_on(source, getattr(config, "task", "causal_lm"))
         check_timm(source, config.trust_remote_code)
@@ -224,7 +222,7 @@ def load_processing(source: str, config: RunConfig) -> Any:
 
 
 def tokenizer_of(processing: Any) -> Any:
-    """The tokenizer of a processor; a tokenizer is its own."""
+    """The tokenizer of a processor; a tokenizer is returned as it is."""
     return getattr(processing, "tokenizer", processing)
 
 
@@ -236,13 +234,13 @@ def load_model(
     to_shard: bool = False,
     **more: Any,
 ) -> Any:
-    """The model in fp32, of which masters are made, or in bf16 where there are to be no others; without adapters. Its
-    checkpointing, once enabled, is that of --gradient-checkpointing.
+    """The model without adapters, in fp32 for the master weights, or in bf16 if there are no separate ones. Its
+    checkpointing, once enabled, follows --gradient-checkpointing.
 
     Args:
-        model_type: the model of --external-plugins that loads it; None looks into its config.
-        to_shard: its weights are read when it is sharded, by each rank what it keeps.
-        more: for `from_pretrained`; with `output_loading_info` what it says of the weights comes beside the model.
+        model_type: the model from --external-plugins that loads it; None decides by its config.
+        to_shard: weights are read when the model is sharded: each rank reads only what it keeps.
+        more: for `from_pretrained`; with `output_loading_info`, the loading info is returned along with the model.
 
     Raises:
         ConfigError: the weights cannot be loaded.
@@ -267,14 +265,14 @@ def load_model(
 
 
 def also_stops(model: Any, tokenizer: Any) -> None:
-    """Have a model that learns a chat template stop where its answers end, here and wherever it is loaded."""
+    """Make a model that learns a chat template stop at the end of its answers, here and wherever it is loaded."""
     generation = getattr(model, "generation_config", None)
     if generation is not None and (found := stops(tokenizer, generation.eos_token_id)):
         generation.eos_token_id = found if len(found) > 1 else found[0]
 
 
 def loaded_in(config: Any) -> Any:
-    """The dtype of weights when they are loaded, of which masters are made; of a run or of the plan of one."""
+    """The dtype in which a run or a plan loads weights, which is that of the master weights."""
     import torch
 
     return torch.bfloat16 if config.stochastic_rounding else torch.float32
@@ -308,13 +306,13 @@ def _loaded(source: str, config: RunConfig, kind: str, model_type: str | None, t
         return how(getattr(transformers, kind), source, **options, **more)
     except ConfigError:
         raise
-    except Exception as error:  # whatever the loader of a format or code of the model raises
+    except Exception as error:  # loaders of formats and model code may raise anything
         why = unknown_attention(error) or first_line(error)
         raise ConfigError(f"The model {source} cannot be loaded: {why}") from error
 
 
 def registered_model(source: str, plugins: Plugins, model_type: str | None = None) -> Any:
-    """The model of a plugin that loads `source`: the one of this name, or the one that its config.json names; or None.
+    """The model of a plugin that loads `source`: the one with this name or named by config.json; None if there is none.
 
     Raises:
         ConfigError: no plugin has registered that name, or the model that config.json names.
@@ -332,7 +330,7 @@ def registered_model(source: str, plugins: Plugins, model_type: str | None = Non
             return found
     import transformers
 
-    known = any(hasattr(transformers, name) or name.endswith(HEADED) for name in classes)  # of the latter some are ours
+    known = any(hasattr(transformers, name) or name.endswith(HEADED) for name in classes)  # some HEADED ones are ours
     if classes and not config.get("auto_map") and not known:
         raise ConfigError(
             f"The model {source} is a {classes[0]}, which transformers does not know.\n"
@@ -342,9 +340,9 @@ def registered_model(source: str, plugins: Plugins, model_type: str | None = Non
 
 
 def causal_lm(source: str, plugins: Plugins | None = None, model_type: str | None = None, **options: Any) -> Any:
-    """A language model, loaded by a plugin's model where there is one for it; raises what the loader raises.
+    """A language model, loaded by a plugin's model if there is one for it; raises what the loader raises.
 
-    `options` are those of `load_pretrained`: of a plugin's model, which is always loaded whole, without `how`.
+    `options` are those of `load_pretrained`; `how` does not reach a plugin's model, which is always loaded in full.
     """
     registered = registered_model(source, plugins or Plugins(), model_type)
     if registered is None:
@@ -356,10 +354,11 @@ def causal_lm(source: str, plugins: Plugins | None = None, model_type: str | Non
 
 
 def from_registered(registered: Any, source: str, **options: Any) -> Any:
-    """What a plugin's class or function makes of a model folder.
+    """The model that a plugin's class or function loads from a folder.
 
     Raises:
-        ConfigError: it fails, is not a model of transformers' kind, or has a loss that knows nothing of the step.
+        ConfigError: loading fails, the result is not a transformers model, or its loss ignores the step's number of
+            tokens.
     """
     from transformers import PreTrainedModel
 
@@ -370,7 +369,7 @@ def from_registered(registered: Any, source: str, **options: Any) -> Any:
             missing = note_made_anew(model, found["missing_keys"])
         else:
             model = registered(source, **options)
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # the user's code may raise anything
         place = traceback.extract_tb(error.__traceback__)[-1]
         at = f"{place.filename}, line {place.lineno}"
         raise ConfigError(f"The model {source} cannot be loaded by {name}: {first_line(error)} ({at})") from error
@@ -387,13 +386,13 @@ def from_registered(registered: Any, source: str, **options: Any) -> Any:
     if "labels" in forward and not takes:
         raise ConfigError(
             f"The forward of {type(model).__name__} takes labels, but not num_items_in_batch, the number of tokens"
-            f" learnt in the step, by which it must divide its summed loss.\nAccept both, or neither with --loss."
+            f" learned in the step, by which it must divide its summed loss.\nAccept both, or neither with --loss."
         )
     return model
 
 
 def first_line(error: BaseException) -> str:
-    """The first sentence of a library's error, for a message of a few lines; with the next where it ends in a colon."""
+    """The first sentence of a library's error, for a short message; with the next line if it ends in a colon."""
     first, *others = (str(error).strip() or type(error).__name__).splitlines()
     if first.rstrip().endswith(":") and others:
         first = f"{first.rstrip()} {others[0].strip()}"

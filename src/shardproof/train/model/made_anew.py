@@ -1,4 +1,4 @@
-"""Weights that the files of a model lack, and that are made at random when it is loaded."""
+"""Weights missing from a model's files, which are initialised at random when it is loaded."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from shardproof.models.scorers import HEADS
 
 log = logging.getLogger("shardproof")
 
-_NAMES = "made_anew"  # what a model is told that it was loaded without
+_NAMES = "made_anew"  # where a model records the weights missing from its files
 SHOWN = 3
 
 
 def note_made_anew(model: Any, missing: Iterable[str]) -> list[str]:
-    """Have the model know which of its weights its files lack. Returns them, sorted."""
+    """Record in the model which of its weights are missing from its files. Returns them, sorted."""
     names = model.__dict__[_NAMES] = sorted(missing)
     return names
 
 
 def noting(how: Callable[..., Any]) -> Callable[..., Any]:
-    """`how`, which loads a model with its values (see `load_pretrained`), after which the model knows that. Not of
-    classes that load more than weights by themselves: what they say of these is not known before they do."""
+    """`how`, a loader that reads values (see `load_pretrained`), extended to record the missing weights in the model.
+    Classes with their own from_pretrained, which loads more than weights, are left out: what they report is not known
+    beforehand."""
 
     def load(kind: Any, source: str, **options: Any) -> Any:
         from transformers import PreTrainedModel
@@ -39,8 +40,8 @@ def noting(how: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def note_not_read(model: Any) -> None:
-    """The same of a model whose weights are read when it is sharded: those that lie in no file. Of a model that has its
-    weights already it is not known any more."""
+    """The same for a model whose weights are read when it is sharded. Nothing is recorded for a model that already has
+    its weights."""
     from shardproof.integrations.initial import Initial
     from shardproof.zero.build import READER
 
@@ -50,17 +51,18 @@ def note_not_read(model: Any) -> None:
 
 
 def made_anew(model: Any) -> list[str]:
-    """The weights that the model's files lack, but for a head that every run makes, and poolers, which are not used."""
+    """The weights missing from the model's files, except for a head that every run initialises, and poolers, which are
+    not used."""
     names = getattr(model, _NAMES, ())
     return [name for name in names if not name.startswith(HEADS) and "pooler" not in name.split(".")]
 
 
 def tell_made_anew(model: Any, source: str, trained: bool = True, but: Iterable[str] = ()) -> None:
-    """Warn, on the first rank, of weights that are not the model's.
+    """Warn, on the first rank, about weights that are missing from the model's files.
 
     Args:
-        trained: whether they are about to be.
-        but: modules of which this is no matter, as they are replaced.
+        trained: whether the model is about to be trained.
+        but: modules that are exempt because they are replaced.
     """
     from shardproof.zero.comm.world import is_first
 
@@ -74,15 +76,15 @@ def tell_made_anew(model: Any, source: str, trained: bool = True, but: Iterable[
 
 
 def check_kept(model: Any, modules_to_save: Iterable[str]) -> None:
-    """Raise ConfigError where adapters would be trained beside weights that nobody has afterwards: they lie in no file,
-    are other ones whenever they are made, and only adapters are saved."""
+    """Raise ConfigError if adapters would be trained on weights that are lost afterwards: such weights are in no file
+    and differ each time they are initialised, and only adapters are saved."""
     whole = tuple(f".{name}" for name in modules_to_save)
     new = [name for name in made_anew(model) if not any(_within(name, one) for one in whole)]
     parameters = dict(model.named_parameters())
     if lost := [name for name in new if not _is_constant(parameters.get(name))]:
         modules = list(dict.fromkeys(name.rpartition(".")[0] for name in lost))
         way = f"--modules-to-save {' '.join(modules)}"
-        if "" in modules:  # PEFT saves no parameter of the model itself
+        if "" in modules:  # PEFT does not save parameters of the root module
             way = "put each of the model's own into a module, and name that in --modules-to-save"
         raise ConfigError(
             f"Adapters are trained, and {len(lost)} weight(s) are not in the model's files and begin at random"
@@ -93,11 +95,11 @@ def check_kept(model: Any, modules_to_save: Iterable[str]) -> None:
 
 
 def _is_constant(parameter: Any) -> bool:
-    """Whether it is a vector of one number, as scales and biases begin: such a one is made again as it was. None is
-    what is no parameter."""
+    """Whether it is a vector with a single value, as scales and biases are initialised: such a vector is the same each
+    time. None stands for anything that is not a parameter."""
     from shardproof.zero.build import READER
 
-    if parameter is None or parameter.ndim != 1 or parameter.numel() < 2:  # one value alone may have been drawn
+    if parameter is None or parameter.ndim != 1 or parameter.numel() < 2:  # a single element may be random
         return False
     read = parameter.__dict__.get(READER)
     if read is None and parameter.is_meta:
@@ -107,7 +109,7 @@ def _is_constant(parameter: Any) -> bool:
 
 
 def _within(name: str, module: str) -> bool:
-    """Whether a parameter is of a module whose path ends so, as PEFT looks for it."""
+    """Whether a parameter is in a module whose path ends in `module`, as PEFT matches it."""
     parts = name.split(".")
     return any(f".{'.'.join(parts[:end])}".endswith(module) for end in range(1, len(parts)))
 

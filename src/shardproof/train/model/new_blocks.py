@@ -1,7 +1,7 @@
-"""LLaMA-Pro (arXiv 2401.02415): new blocks between those of a language model, which alone are trained.
+"""LLaMA-Pro (arXiv 2401.02415): new blocks between those of a language model. Only the new blocks are trained.
 
-Each is a copy of the block before it whose attention and MLP write nothing yet, so that the model begins as it was. The
-result is an ordinary model of more layers.
+Each is a copy of the block before it whose attention and MLP output zeros at first, so that the model starts out
+unchanged. The result is an ordinary model with more layers.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 from shardproof.errors import ConfigError
 from shardproof.models.families.anatomy import language_layers
 
-WRITE = {"o_proj", "down_proj"}  # of an attention and an MLP, what writes into the stream between the blocks
-_NEW = "new_blocks"  # where a model keeps the names of those that it was given
+WRITE = {"o_proj", "down_proj"}  # layers of attention and MLP that write to the residual stream
+_NEW = "new_blocks"  # where a model keeps the names of its new blocks
 
 
 class Zeros:
-    """Reads a range of a weight that begins as zeros."""
+    """Reads a range of a weight that is initialised with zeros."""
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = dtype
@@ -29,12 +29,12 @@ class Zeros:
 
 
 def add_blocks(model: Any, count: int) -> None:
-    """Give a model `count` more blocks, evenly spread, if any. Where weights are still to be read, they read what the
-    blocks before them read.
+    """Give a model `count` more blocks, evenly spread. If weights are still to be read, new blocks read the same as the
+    blocks before them.
 
     Raises:
-        ConfigError: its blocks cannot be told into so many groups, do not write by what is known here, or its config
-            cannot say which they are.
+        ConfigError: its number of blocks is not a multiple of `count`, its blocks lack the known output layers, or its
+            config cannot describe the result.
     """
     if not count:
         return
@@ -70,19 +70,19 @@ def add_blocks(model: Any, count: int) -> None:
 
 
 def train_new_alone(model: Any) -> None:
-    """Freeze all but the blocks that were added."""
+    """Freeze everything except the new blocks."""
     for name, p in model.named_parameters():
         p.requires_grad_(p.requires_grad and name.startswith(tuple(model.__dict__[_NEW])))
 
 
 def _copy(block: Any) -> Any:
-    """The same block; weights that are still to be read know how, and take no memory."""
+    """A copy of the block; weights that are still to be read keep their reader, and take no memory."""
     import torch
     from torch import nn
 
     from shardproof.zero.build import READER
 
-    # One config is shared by all blocks: what is chosen later (how attention is computed) counts for new ones, too.
+    # All blocks share one config: what is chosen later (how attention is computed) applies to new ones too.
     memo: dict[int, Any] = {id(m.config): m.config for m in block.modules() if hasattr(m, "config")}
     for p in block.parameters():
         value = p.detach()
@@ -94,7 +94,7 @@ def _copy(block: Any) -> Any:
 
 
 def _writes_nothing(block: Any) -> bool:
-    """Have a block add nothing to what passes through it. Returns whether it is known what writes."""
+    """Make a block add nothing to the residual stream. Returns whether all of its output layers were found."""
     import torch
 
     from shardproof.zero.build import READER
@@ -112,7 +112,7 @@ def _writes_nothing(block: Any) -> bool:
 
 
 def _as_configured(model: Any) -> Any:
-    """What transformers makes of the model's config, without values."""
+    """The model that transformers builds from the config, without values."""
     import torch
 
     with torch.device("meta"):
@@ -120,7 +120,7 @@ def _as_configured(model: Any) -> Any:
 
 
 def _shape(model: Any, path: str) -> dict[str, Any]:
-    """Of the blocks there: classes, shapes, and what each module says of itself."""
+    """Classes, parameter shapes and plain attributes of the blocks at `path`."""
     blocks = model.get_submodule(path)
     plain = (int, float, str, type(None))
     found: dict[str, Any] = {name: tuple(p.shape) for name, p in blocks.named_parameters()}

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 Config = TypeVar("Config", bound=RunConfig)
-SECOND = re.compile(r"\.lora_(embedding_)?B\b")  # of the two matrices of an adapter, as PEFT names it
+SECOND = re.compile(r"\.lora_(embedding_)?B\b")  # the second matrix of an adapter, by its PEFT name
 
 
 def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
-    """Freeze what --freeze, --train-parts and --freeze-parameters leave out. Returns the parts that are trained.
+    """Freeze everything that --freeze, --train-parts and --freeze-parameters exclude. Returns the trained parts.
 
     Raises:
-        ConfigError: a part or a parameter that the model does not have, or nothing is left.
+        ConfigError: the model does not have a named part or parameter, or nothing is left to train.
     """
     found = anatomy(model)
     chosen, scores = parts_trained(model, found.parts, config), _scores(model)
@@ -53,11 +53,11 @@ def choose_parts(model: nn.Module, config: RunConfig) -> list[str]:
 
 
 def whole_parts(model: nn.Module, config: Config) -> Config:
-    """The options with the modules in place of parts that --modules-to-save names: all of a tower, trained beside
-    adapters. Of `vision audio aligner` a model may have some.
+    """The options with parts named in --modules-to-save replaced by their modules: a full tower, trained along with
+    adapters. A model need not have all of `vision audio aligner`.
 
     Raises:
-        ConfigError: one of them is not to be trained, or the model has none of them.
+        ConfigError: one of them is frozen, or the model has none of them.
     """
     asked = [name for name in config.modules_to_save if name in PARTS]
     if not asked:
@@ -75,7 +75,8 @@ def whole_parts(model: nn.Module, config: Config) -> Config:
 
 
 def _modules_of(model: nn.Module, parts: Sequence[str], part_of: Mapping[str, str], path: str = "") -> list[str]:
-    """The outermost modules that hold weights of these parts alone; PEFT copies no lists of them."""
+    """The outermost modules that hold only weights of these parts; module lists are split, since PEFT cannot copy
+    them."""
     from torch import nn
 
     own = [part_of.get(f"{path}{name}") in parts for name, _ in model.named_parameters()]
@@ -86,31 +87,32 @@ def _modules_of(model: nn.Module, parts: Sequence[str], part_of: Mapping[str, st
 
 
 def parts_trained(model: nn.Module, parts: list[str], config: RunConfig) -> list[str]:
-    """Of the parts of a model those that --train-parts and --freeze have trained: maybe none, where something else
-    is."""
+    """The parts of a model that are trained under --train-parts and --freeze; may be empty if something else is
+    trained."""
     besides = bool(config.trainable_parameters) or (config.tuner == "full" and _scores(model))
     return trainable_parts(parts, config.train_parts, config.freeze, besides)
 
 
 def _scores(model: nn.Module) -> bool:
-    """Whether it has a head for scores, which is learnt also where the language model is not."""
+    """Whether it has a score head, which is trained even when the language model is not."""
     return type(model).__name__.endswith(HEADED)
 
 
 def freeze_head(model: Any) -> None:
-    """What is asked for vectors or scores is not asked for words."""
+    """Freeze what a model does not use to produce vectors or scores, such as its language-model head."""
     for parameter in passed_by(model):
         parameter.requires_grad_(False)
 
 
 def head_for_words(model: Any) -> Any:
-    """The module that makes words of hidden states, or None."""
+    """The language-model head, or None."""
     return getattr(model, "get_output_embeddings", lambda: None)()
 
 
 def passed_by(model: Any) -> list[nn.Parameter]:
-    """The parameters of what gives neither vectors nor scores: of a head for words, if they are not the embedding's,
-    too, and of the pooler of a model without a head (BERT), whose hidden states are what vectors are made of."""
+    """The parameters that contribute to neither vectors nor scores: those of a language-model head that is not tied to
+    the embedding, and those of the pooler of a model without a head (BERT), since vectors are made from hidden
+    states."""
     if model.base_model is model:
         pooler = getattr(model, "pooler", None)
         return [] if pooler is None else list(pooler.parameters())
@@ -119,7 +121,7 @@ def passed_by(model: Any) -> list[nn.Parameter]:
 
 
 def check_reached(model: nn.Module, rows: Iterable[Any]) -> None:
-    """Raise ConfigError where files are all that reaches what is trained, and none of the rows has such files."""
+    """Raise ConfigError if only parts fed by files are trained, and no row has such files."""
     part_of = anatomy(model).part_of
     trained = {part_of[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trained <= FED_BY.keys():
@@ -127,14 +129,14 @@ def check_reached(model: nn.Module, rows: Iterable[Any]) -> None:
     kinds = rows_of_kinds(rows)
     if not any(kind in kinds for part in trained for kind in FED_BY[part]):
         seen = f"the rows have files of kind {', '.join(kinds)} only" if kinds else "no row has a file"
-        raise ConfigError(f"Nothing would be learnt: only {', '.join(sorted(trained))} is trained, and {seen}.")
+        raise ConfigError(f"Nothing would be learned: only {', '.join(sorted(trained))} is trained, and {seen}.")
 
 
 def named(model: nn.Module, option: str, patterns: Sequence[str]) -> list[str]:
-    """The names of parameters in which one of these regular expressions is found.
+    """The names of parameters that one of these regular expressions matches (re.search).
 
     Raises:
-        ConfigError: one is no regular expression, or is found in none of them.
+        ConfigError: one of them is not a regular expression, or matches no name.
     """
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if p.is_floating_point()]
     found: list[str] = []
@@ -155,10 +157,10 @@ def packed_already(model: str) -> ConfigError:
 
 
 def in_bits(model: Any, config: RunConfig) -> Any:
-    """The model, its base in four bits where --quantize asks for it or where it was saved so; before it has adapters.
+    """The model before it gets adapters, with its base in four bits if --quantize asks for it or it was saved so.
 
     Raises:
-        ConfigError: it cannot be, or is to be trained itself.
+        ConfigError: it cannot be packed, or its own weights are to be trained.
     """
     from shardproof.integrations.four_bits import FourBitLinear, in_four_bits
 
@@ -188,13 +190,13 @@ def with_own_rates(
     optimizer: torch.optim.Optimizer, model: nn.Module, rates: Mapping[str, float], ratio: float
 ) -> None:
     """Give the parameters of these parts a learning rate of their own, and the second matrices of adapters `ratio`
-    times that of their part (LoRA+): groups beside the others, which follow the same schedule."""
+    times the rate of their part (LoRA+), as additional groups that follow the same schedule."""
     part_of = anatomy(model).part_of
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in list(optimizer.param_groups):
         own: dict[float, list[torch.Tensor]] = {}
         for parameter in group["params"]:
-            name = name_of.get(id(parameter), "")  # of another model, beside the one with parts
+            name = name_of.get(id(parameter), "")  # may belong to another model
             rate = rates.get(part_of.get(name, ""), group["lr"]) * (ratio if SECOND.search(name) else 1)
             own.setdefault(rate, []).append(parameter)
         group["params"] = own.pop(group["lr"], [])

@@ -1,6 +1,6 @@
-"""Positions that a model has learnt (GPT-2, OPT, BERT): a table with a row for each, and none for what comes behind.
+"""Learned positions (GPT-2, OPT, BERT): a table with one row per position, and none beyond its end.
 
-Rotary positions and sinusoids are computed: of models that have such nothing is refused.
+Rotary and sinusoidal positions are computed, so models that use them are never refused.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from shardproof.train.options.config import RunConfig
 from shardproof.train.options.rlhf_config import RlhfConfig, writes_all_answers
 
 _TABLE = re.compile(r"(^|\.)(wpe|\w*pos(ition)?s?(_\w+)?)$")
-_SPARE = 8  # rows of such a table beyond the positions that the config names, at most
+_SPARE = 8  # most rows such a table may have beyond the positions in the config
 
 
 def learnt_positions(model: Any) -> int | None:
-    """How many positions a model has learnt; None: they are computed, or there are none."""
+    """How many positions a model has learned; None if they are computed, or there are none."""
     known = _declared(model.config)
     if known is None:
         return None
@@ -30,7 +30,7 @@ def learnt_positions(model: Any) -> int | None:
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding) or not _TABLE.search(name) or "Sinusoid" in type(module).__name__:
             continue
-        if known <= module.num_embeddings <= known + _SPARE:  # another one is of pictures, or of types
+        if known <= module.num_embeddings <= known + _SPARE:  # other tables are for images or token types
             offset = getattr(module, "offset", None)  # OPT's and BART's
             if offset is None:
                 offset = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa's
@@ -39,7 +39,7 @@ def learnt_positions(model: Any) -> int | None:
 
 
 def counts_positions(model: Any) -> bool:
-    """Whether a model numbers the tokens of a row by what is padding: OPT by the mask, RoBERTa by the ids."""
+    """Whether a model counts positions itself, skipping padding: OPT by the mask, RoBERTa by the ids."""
     from torch import nn
 
     return any(
@@ -50,14 +50,15 @@ def counts_positions(model: Any) -> bool:
 
 
 def rotary_positions(config: Any) -> int | None:
-    """How many positions a model with rotary ones is made for, by its config; None: it does not say, or has others."""
+    """How many positions a model with rotary embeddings is made for, from its config; None if it does not say, or uses
+    others."""
     text = config.get_text_config()
     known = getattr(text, "max_position_embeddings", None) if getattr(text, "rope_parameters", None) else None
     return known if isinstance(known, int) else None
 
 
 def _declared(config: Any) -> int | None:
-    """What a config says of positions; None: nothing, or they are rotary."""
+    """The number of positions in a config; None if it has none, or they are rotary."""
     text = config.get_text_config()
     if getattr(text, "rope_parameters", None):
         return None
@@ -66,7 +67,7 @@ def _declared(config: Any) -> int | None:
 
 
 def positions_for(source: str, tokens: int, trust_remote_code: bool = False) -> int | None:
-    """How many positions the model of `source` has learnt, where they may be fewer than `tokens`; None: enough."""
+    """How many positions the model in `source` has learned, if fewer than `tokens`; None if there are enough."""
 
     def enough(config: Any) -> bool:
         known = _declared(config)
@@ -78,8 +79,8 @@ def positions_for(source: str, tokens: int, trust_remote_code: bool = False) -> 
 
 
 def without_weights(source: str, enough: Callable[[Any], bool], trust_remote_code: bool) -> Any:
-    """The model of `source` on the meta device; None where its config is `enough` to say what is asked, or it cannot be
-    made: it is a plugin's, or one that is told of when it is loaded."""
+    """The model in `source` on the meta device; None if its config is `enough` to tell, or it cannot be built: it is a
+    plugin's, or has an error that is reported when it is loaded."""
     import torch
     import transformers
 
@@ -94,8 +95,7 @@ def without_weights(source: str, enough: Callable[[Any], bool], trust_remote_cod
 
 
 def check_positions(config: RunConfig, source: str, *encoded: Any) -> None:
-    """Raise ConfigError for rows, as a recipe has encoded them (or None), that are longer than the model has
-    positions."""
+    """Raise ConfigError for rows encoded by a recipe (or None) that are longer than the model has positions."""
     for rows in encoded:
         if rows is None:
             continue
@@ -106,39 +106,39 @@ def check_positions(config: RunConfig, source: str, *encoded: Any) -> None:
 
 
 def _told(config: RunConfig, tokens: int, where: str, limit: int) -> str:
-    has = f"{config.model} has learnt {limit} positions, and none beyond"
+    has = f"{config.model} has learned only {limit} positions"
     answer = _generated(config)
     if answer and limit - answer >= 2:
         return (
-            f"{where}: the prompt and --max-completion-length {answer} are up to {tokens} tokens, and {has}.\n"
-            f"Lower --max-completion-length, or give --max-length {limit - answer}, which is then that of prompts."
+            f"{where}: the prompt and --max-completion-length {answer} take up to {tokens} tokens, but {has}.\n"
+            f"Lower --max-completion-length, or give --max-length {limit - answer}, which then limits prompts."
         )
     if answer:
-        return f"--max-completion-length {answer}: {has}. Lower it, so that a prompt has room, too."
-    how = f"--truncation {config.truncation} says what becomes of longer rows"
-    row = f"{where}: the row has {tokens} tokens" if where else f"--max-length {tokens}: rows may have so many tokens"
-    return f"{row}, and {has}.\nGive --max-length {limit}: {how}."
+        return f"--max-completion-length {answer}: {has}. Lower it to leave room for a prompt."
+    how = f"--truncation {config.truncation} decides what happens to longer rows"
+    row = f"{where}: the row has {tokens} tokens" if where else f"--max-length {tokens}: rows may be that long"
+    return f"{row}, but {has}.\nGive --max-length {limit}: {how}."
 
 
 def _generated(config: RunConfig) -> int:
-    """How many tokens may follow a row of a prompt."""
+    """How many tokens may be generated after a prompt."""
     return config.max_completion_length if isinstance(config, RlhfConfig) and writes_all_answers(config) else 0
 
 
 def _longest(config: RunConfig, rows: Any) -> tuple[int, str]:
-    """Tokens of the longest row that is trained on, and where it stands; nowhere where rows are read later."""
+    """The length in tokens of the longest training row, and where it is; the place is empty if rows are read later."""
     import pyarrow.compute as pc
 
     if isinstance(config, RlhfConfig):
         return min(rows.report.longest_kept, config.max_length) + _generated(config), rows.report.longest_at
     encoded = rows
-    rows = getattr(rows, "encoded", rows)  # rows with files are read again in training
+    rows = getattr(rows, "encoded", rows)  # rows with files are read again during training
     if not hasattr(rows, "column_names"):
         return config.max_length, ""
     name = next((name for name in ("lengths", "seq_lengths") if name in rows.column_names), None)
     if name is None:
         lengths, of_row = pc.list_value_length(rows.data.column("input_ids")), None
-    else:  # texts of a row, or rows of a packed one
+    else:  # several texts per row, or a packed row
         column = rows.data.column(name).combine_chunks()
         lengths, of_row = pc.list_flatten(column), pc.list_parent_indices(column)
     most = pc.max(lengths).as_py()
@@ -148,6 +148,6 @@ def _longest(config: RunConfig, rows: Any) -> tuple[int, str]:
 
 
 def place_of(config: RunConfig, encoded: Any, number: int) -> str:
-    """Where a row stands of which so many come before; the datasets where that is not known, as of packed rows."""
+    """Where the row with this number is; the datasets if that is not known, as for packed rows."""
     places = getattr(encoded, "places", None)
     return places[number] if isinstance(places, Places) else " ".join(config.dataset)

@@ -1,4 +1,4 @@
-"""Whether a model can judge: one without a trained head would give random rewards, and nobody would notice."""
+"""Whether a model can judge: without a trained head it would silently give random rewards."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shardproof.models.scorers import HEADED, HEADS, load_scorer
 def check_reward_model(model: str, trust_remote_code: bool = False) -> None:
     """Raise ConfigError for a model whose config or weights say that it has no head for rewards.
 
-    A folder is looked at without importing anything; the config of a model of the hub is loaded by transformers.
+    A folder is inspected without importing anything; the config of a model from the hub is loaded by transformers.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        labels = len(config.get("id2label") or []) or (2 if config.get("problem_type") else 1)  # two are not written
+        labels = len(config.get("id2label") or []) or (2 if config.get("problem_type") else 1)  # omitted for two
         classes = config.get("architectures") or []
         _check(model, classes, labels, any(name.startswith(HEADS) for name in _weights(folder)))
         return
@@ -33,8 +33,8 @@ def check_reward_model(model: str, trust_remote_code: bool = False) -> None:
 
 
 def check_value_model(model: str, trust_remote_code: bool = False) -> None:
-    """Raise ConfigError for a model of values, one for each token, whose tokens see those behind them: what such a one
-    says of a token would follow from what was written after it."""
+    """Raise ConfigError for a value model whose tokens see later tokens: the value of a token would depend on what is
+    written after it."""
     from transformers import AutoConfig
 
     found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
@@ -47,7 +47,7 @@ def check_value_model(model: str, trust_remote_code: bool = False) -> None:
 
 
 def judges(folder: Path) -> bool:
-    """Whether a folder holds a reward model, or the adapters of one."""
+    """Whether a folder holds a reward model, or adapters for one."""
     for name, key in (("adapter_config.json", "task_type"), ("config.json", "architectures")):
         if (folder / name).is_file():
             said = json.loads((folder / name).read_text(encoding="utf-8")).get(key) or []
@@ -62,7 +62,7 @@ def load_judge(
     how: Callable[..., Any] = with_values,
     **options: Any,
 ) -> Any:
-    """The reward model in a folder, or the one that gives these labels, or a model of text with a new head for either.
+    """The reward model, or the classifier for these labels, in a folder; a language model gets a new head for either.
 
     `how` and `options` are as for `load_pretrained`.
     """
@@ -74,8 +74,8 @@ def load_judge(
 
 
 def pads_with(model: Any, pad_token_id: int | None) -> None:
-    """Have the model look for its last token in front of these. After it was loaded: the embedding of a token that is
-    the padding when a model is made is not trained, and of some models it is the token that ends a text."""
+    """Set the padding token before which the model looks for its last token. This is done after loading: the embedding
+    of a token that is the padding when a model is built is not trained, and in some models that token ends a text."""
     for config in (model.config, model.config.get_text_config()):
         config.pad_token_id = pad_token_id
 
@@ -88,11 +88,11 @@ def _check(model: str, classes: Sequence[str], labels: int, has_head: bool) -> N
             "Make a reward model of it first: shardproof rlhf --rlhf-type rm."
         )
     if labels != 1:
-        raise ConfigError(f"--reward-model {model} has {labels} labels, and a reward is one number.")
+        raise ConfigError(f"--reward-model {model} has {labels} labels, but a reward is one number.")
 
 
 def _weights(folder: Path) -> Iterator[str]:
-    """The names of the weights in a folder; of old formats, which would have to be unpickled, those of a head."""
+    """The names of the weights in a folder; for old formats, which would have to be unpickled, the name of a head."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         yield HEADS[0]

@@ -1,4 +1,4 @@
-"""Rows that are padded on the right, as those are that are scored or embedded."""
+"""Rows padded on the right, like those that are scored or embedded."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from shardproof.models.forward import tried, without_adapters
 
 
 def check_padding(model: Any, ids: torch.Tensor, way: str) -> None:
-    """See that a row has the scores, or hidden states, that it has alone, also beside a longer one. Some mix what
-    stands side by side (FNet, Funnel, Canine), and XLNet judges by the last place. Collective: every rank calls it.
+    """Check that a row beside a longer one gets the same scores or hidden states as alone. Some models mix neighbouring
+    tokens (FNet, Funnel, Canine), and XLNet scores the last position. Collective: every rank calls it.
 
     Args:
         ids: some tokens, of shape (length,).
         way: what a user can do about it.
 
     Raises:
-        ConfigError: it has others.
+        ConfigError: they differ.
     """
     length = len(ids)
     rows = torch.stack([torch.cat([ids, ids]), torch.cat([ids, torch.full_like(ids, _padding(model))])])

@@ -1,15 +1,15 @@
-"""Rows that several processes share: `--sequence-parallel`.
+"""Rows shared by several processes: `--sequence-parallel`.
 
-A row is cut where it enters the decoder, in which nearly all of the work is done. In front of it all is of whole rows:
-what files become has its place among their tokens, and so have positions in three dimensions and masks of pairs.
+A row is split where it enters the decoder, which does nearly all of the work. Everything before the decoder sees full
+rows: embeddings of files have their place among the tokens, and so have three-dimensional positions and pairwise masks.
 
-The causal loss of `sft` is one of tokens, each of which its rank can judge: behind the decoder there are only parts,
-and `shift_labels` of a batch says what each of their tokens is to predict. Everything else (pairs, scores, labels) is
-learnt of whole rows, and gathered behind the decoder. To all else the ranks of a group then are ranks that have the
-same rows: each has their whole loss, and means over ranks are what they were. A gradient of what was gathered is asked
-for by each rank of the group, and its part takes the sum of them. So all that is trained has, over the ranks of a
-group, what a rank alone would have times their number: heads because each rank computes them, the decoder and what is
-in front of it because each rank's part counts so often.
+The causal loss of `sft` is a sum over tokens, and each rank can compute its own: after the decoder there are only
+parts, and `shift_labels` in a batch says what each of their tokens is to predict. All other losses (pairs, scores,
+labels) need full rows, which are gathered after the decoder. To everything else, the ranks of a group are then ranks
+that have the same rows: each has the full loss, and means over ranks do not change. Each rank of the group asks for the
+gradient of what was gathered, and its part receives their sum. So summed over the ranks of a group, every trained
+parameter has the gradient that a single rank would have, times the size of the group: heads because each rank computes
+them, the decoder and everything before it because each rank's part counts that many times.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ FEW = 16  # tokens
 
 @functools.lru_cache(maxsize=1)
 def _group_of(size: int, ranks: Any) -> SequenceParallel:
-    """One for all models of a run, among `ranks`, a process group."""
+    """The one group for all models of a run, among `ranks`, a process group."""
     return SequenceParallel(size, default_device().type)
 
 
 class SharedRows:
-    """The hooks of a decoder: while `sequence` is entered, it runs on this rank's part of each row. `gathers`: what it
-    returns is of whole rows again."""
+    """The hooks of a decoder: while `sequence` is entered, it runs on this rank's part of each row. `gathers`: its
+    outputs are gathered to full rows."""
 
     def __init__(self, sequence: SequenceParallel, in_space: bool, gathers: bool) -> None:
         self.sequence, self.gathers, self._in_space = sequence, gathers, in_space
@@ -68,10 +68,10 @@ class SharedRows:
         if (told := _by_rows(own)) is not None:
             behind = told[:, -1:] + torch.arange(1, more + 1, device=told.device)
             positions = torch.cat([told, behind], 1).expand(rows[0], -1)
-            begins_anew = positions.is_meta or bool((positions.diff() != 1).any())  # which says: a row
+            begins_anew = positions.is_meta or bool((positions.diff() != 1).any())  # packed rows: positions restart
             if mask is None and begins_anew:
                 self.sequence.positions = positions
-                mask = torch.ones(rows, dtype=torch.int64, device=positions.device)  # else the decoder reads its part
+                mask = torch.ones(rows, dtype=torch.int64, device=positions.device)  # else the decoder uses its part
         places, positions = self.sequence.part(places, -1), self.sequence.part(positions)
         args, packed = laid_out(args, given, rows, places, positions, self._in_space)
         mask = lengthened(mask, more)
@@ -90,7 +90,8 @@ class SharedRows:
         return change_tensors(output, lambda value: self._whole(value, rows)) if self.gathers else output
 
     def with_last(self, rotary: nn.Module, args: Any, given: dict[str, Any]) -> Any:
-        """Some scale positions by the last of all: that of whole rows stands behind all of a part here."""
+        """Some rotary embeddings scale by the last position: here the last one of the full rows is appended to each
+        part."""
         if not self.sequence.inside:
             return None
 
@@ -106,7 +107,7 @@ class SharedRows:
         return change_tensors(output, lambda value: value[..., :-1, :]) if self.sequence.inside else output
 
     def _whole(self, value: Tensor, rows: tuple[int, ...]) -> Tensor:
-        """What a decoder returns of parts, of whole rows; of experts' scores (tokens, experts), too."""
+        """A decoder's output for parts, gathered to full rows; also for router scores of shape (tokens, experts)."""
         part = -(-rows[1] // self.sequence.size)
         if value.ndim == 3 and value.shape[1] == part:
             return self.sequence.gather(value)[:, : rows[1]]
@@ -116,7 +117,8 @@ class SharedRows:
 
 
 def _by_rows(positions: Tensor | None) -> Tensor | None:
-    """Those by which rows end, of what a decoder is given: before those in time and space, where there are such."""
+    """The positions, among those given to a decoder, that tell where rows end: they come first if there are also
+    positions in time and space."""
     if positions is None or positions.ndim == 2:
         return positions
     return positions[0] if len(positions) == 4 else None
@@ -126,8 +128,9 @@ class SharesRows(Base):
     """The part of a trainer that knows which ranks share the rows of this one.
 
     Attributes:
-        sequence: these ranks, to be entered where the model computes for them; a context that does nothing, otherwise.
-        in_parts: whether what it computes is of parts of rows.
+        sequence: these ranks, a context to enter while the model computes shared rows; otherwise a context that does
+            nothing.
+        in_parts: whether it computes parts of rows.
     """
 
     recorder: Recorder
@@ -152,13 +155,13 @@ class SharesRows(Base):
         return int(self._share_of(super().floating_point_ops(inputs)))
 
     def _share_of(self, number: Any) -> Any:
-        """Of a number of whole rows, which all ranks that share them have, so much that together it is that number."""
+        """This rank's share of a number counted over full rows; the shares of the ranks in a group add up to it."""
         ranks = self.batch_plan.sequence
         return (number + self.args.process_index % ranks) // ranks
 
 
 def lengthened(mask: Any, more: int) -> Any:
-    """A mask of rows, or of pairs of their tokens, with `more` tokens behind, which no other sees."""
+    """A mask of rows, or of pairs of their tokens, extended by `more` tokens that no other token sees."""
     if isinstance(mask, dict):
         return {name: lengthened(value, more) for name, value in mask.items()}
     if mask is None or not more:
@@ -170,14 +173,14 @@ def lengthened(mask: Any, more: int) -> Any:
 
 
 def share_rows_of(model: Any, size: int, gathers: bool) -> None:
-    """Have the decoder of a model, before adapters, compute its rows together with the other ranks of its group.
-    Collective. Where there are no ranks yet, nothing happens.
+    """Make the decoder of a model, before adapters, compute its rows together with the other ranks of its group.
+    Collective. Does nothing if torch.distributed is not initialised yet.
 
     Args:
-        gathers: whether what it returns is of whole rows.
+        gathers: whether its outputs are gathered to full rows.
 
     Raises:
-        ConfigError: it has no attention for that.
+        ConfigError: its attention does not support that.
     """
     if not dist.is_initialized():
         return
@@ -193,7 +196,7 @@ def share_rows_of(model: Any, size: int, gathers: bool) -> None:
 
 
 def _scales_by_length(part: nn.Module) -> bool:
-    """Whether it makes rotary positions of frequencies that depend on how long rows are, as transformers names them."""
+    """Whether it computes rotary frequencies that depend on the length of rows, judged by the names in transformers."""
     kinds = getattr(part, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
@@ -205,28 +208,28 @@ def shared_rows_of(model: Any) -> SharedRows | None:
 
 
 def check_shared_rows(model: Any, ids: Tensor) -> None:
-    """See that tokens of shared rows are those of rows alone. Collective: every rank calls it.
+    """Check that shared rows give the same results as rows on one rank. Collective: every rank calls it.
 
     Args:
         ids: some tokens, of shape (length,), the same on all ranks.
 
     Raises:
-        ConfigError: they are something else, or could not be computed.
+        ConfigError: they differ, or could not be computed.
     """
     mask = torch.ones(3, len(ids), dtype=torch.int64, device=ids.device)
     mask[1, len(ids) // 2 :] = mask[2, :2] = 0
-    for padded in (mask[:2], mask):  # on the right, and on either side
+    for padded in (mask[:2], mask):  # on the right, and on both sides
         compare(model, {"input_ids": ids.expand(len(padded), -1), "attention_mask": padded})
 
 
 def check_packed_in_parts(model: Any, inputs: dict[str, Any]) -> None:
-    """See that tokens of packed rows that ranks share are those of packed rows alone. Collective: every rank calls it.
+    """Check that shared packed rows give the same results as packed rows on one rank. Collective: every rank calls it.
 
     Args:
-        inputs: a batch, whose first tokens are taken.
+        inputs: a batch, of which the first tokens are used.
 
     Raises:
-        ConfigError: they are something else, or could not be computed.
+        ConfigError: they differ, or could not be computed.
     """
     ids = _first_tokens(inputs)
     lengths = [3, FEW // 2, FEW - FEW // 2 - 3]
@@ -235,15 +238,15 @@ def check_packed_in_parts(model: Any, inputs: dict[str, Any]) -> None:
 
 
 def compare(model: Any, inputs: dict[str, Any], real: Tensor | None = None) -> None:
-    """See that what a decoder makes of shared rows is what it makes of rows alone. Collective: every rank calls it.
+    """Check that a decoder's outputs for shared rows match those for rows on one rank. Collective: every rank calls it.
 
     Args:
-        inputs: of the model, the same on the ranks of a group.
-        real: bool, of shape (rows, length) as the decoder has them: which tokens are no padding. By default it is that
+        inputs: for the model, the same on the ranks of a group.
+        real: bool, of shape (rows, length) as the decoder has them: which tokens are not padding. By default, the mask
             of the inputs.
 
     Raises:
-        ConfigError: it is something else, or could not be computed.
+        ConfigError: they differ, or could not be computed.
     """
     decoder = without_adapters(model).get_decoder()
     mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool() if real is None else real
@@ -259,7 +262,7 @@ def compare(model: Any, inputs: dict[str, Any], real: Tensor | None = None) -> N
         return [max(_off(alone, shared) for alone, shared in zip(*met, strict=True))]
 
     def _off(alone: Tensor, shared: Tensor) -> float:
-        """How far one is off the other, as a multiple of what rounding may do. Padding may be anything."""
+        """How far one is from the other, as a multiple of the error allowed for rounding. Padding is ignored."""
         there = mask if alone.shape[:2] == mask.shape else None
         if there is not None and not hooks.gathers:
             alone, there = hooks.sequence.part(alone), hooks.sequence.part(there)
@@ -277,13 +280,13 @@ def compare(model: Any, inputs: dict[str, Any], real: Tensor | None = None) -> N
 
 
 def check_loss_of_parts(model: Any, inputs: dict[str, Any]) -> None:
-    """See that the causal losses of parts add up to that of whole rows. Collective: every rank calls it.
+    """Check that the causal losses of parts add up to that of full rows. Collective: every rank calls it.
 
     Args:
-        inputs: a batch, whose first tokens are taken.
+        inputs: a batch, of which the first tokens are used.
 
     Raises:
-        ConfigError: they do not, as the loss looks at other tokens, or is none of `shift_labels`.
+        ConfigError: they do not, because the loss looks at other tokens or does not use `shift_labels`.
     """
     sequence = without_adapters(model).get_decoder().shared_rows.sequence
     ids = _first_tokens(inputs)
@@ -304,17 +307,17 @@ def check_loss_of_parts(model: Any, inputs: dict[str, Any]) -> None:
 
 
 def _first_tokens(inputs: dict[str, Any]) -> Tensor:
-    """Of a batch, of shape (1, FEW)."""
+    """The first tokens of a batch, of shape (1, FEW)."""
     ids = inputs["input_ids"].flatten()
     return cast("Tensor", ids.repeat(-(-FEW // len(ids)))[None, :FEW])
 
 
 def finite(value: Tensor) -> Tensor:
-    """With zeros for what is not: whether a model's numbers are finite, its first step tells."""
+    """With zeros in place of values that are not finite: the first step reports those."""
     return value.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """What a decoder returns, also of what is no token: some make something of one token of a row."""
+    """The tensors that a decoder returns, including those not per token: some compute one result per row."""
     values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
     return [value.detach() for value in values if isinstance(value, Tensor)]

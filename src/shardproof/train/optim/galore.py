@@ -1,4 +1,4 @@
-"""AdamW of gradients that are projected onto a few directions of theirs (GaLore)."""
+"""AdamW on gradients projected onto a few of their directions (GaLore)."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 
 
 class GaLore(torch.optim.Optimizer):
-    """AdamW whose state of a matrix is of `rank` directions of its shorter side (arXiv 2403.03507): those in which the
-    gradient is largest, found anew every `update_gap` steps. What AdamW makes of them is laid back, times `scale`.
+    """AdamW that keeps the state of a matrix for `rank` directions of its shorter side (arXiv 2403.03507): those in
+    which the gradient is largest, recomputed every `update_gap` steps. AdamW's update is projected back, times `scale`.
 
-    Its state of a matrix [m, n], m >= n, is two values for each of m * rank elements, and n * rank of the directions,
-    in the dtype of the gradient. The numbers are those of the authors' galore-torch (`proj_type="std"`), but that
-    weight decay comes before the update, as in torch's AdamW.
+    Its state for a matrix [m, n], m >= n, is two values for each of m * rank elements, and n * rank values for the
+    directions, in the dtype of the gradient. Results match the authors' galore-torch (`proj_type="std"`), except that
+    weight decay is applied before the update, as in torch's AdamW.
 
     Args:
         params: matrices, or groups of them.
-        lr: of groups that have none of their own.
-        betas: of AdamW.
-        eps: of AdamW.
-        weight_decay: of AdamW.
-        rank: directions that are kept, at least 1; a matrix that has fewer keeps all.
-        update_gap: steps after which they are found anew, at least 1.
-        scale: of the update, more than 0.
+        lr: for groups without one of their own.
+        betas: for AdamW.
+        eps: for AdamW.
+        weight_decay: for AdamW.
+        rank: directions to keep, at least 1; a matrix that has fewer keeps all of them.
+        update_gap: steps after which they are recomputed, at least 1.
+        scale: factor for the update, above 0.
 
     Raises:
-        ValueError: a number is out of its range, or a parameter is no matrix.
+        ValueError: a number is out of range, or a parameter is not a matrix.
     """
 
     def __init__(
@@ -91,4 +91,4 @@ def _directions(gradient: torch.Tensor, rank: int) -> torch.Tensor:
     """The largest singular vectors on the shorter side of a matrix, in its dtype: [rank, shorter side]."""
     left, _, right = torch.linalg.svd(gradient.float(), full_matrices=False)
     found = left[:, :rank].mT if gradient.shape[0] < gradient.shape[1] else right[:rank]
-    return found.to(gradient.dtype, copy=True, memory_format=torch.contiguous_format)  # not all that were found
+    return found.to(gradient.dtype, copy=True, memory_format=torch.contiguous_format)  # a copy, to free the rest

@@ -1,4 +1,4 @@
-"""LISA (arXiv 2403.17919): of the language model's layers some are trained at a time, others every so many steps."""
+"""LISA (arXiv 2403.17919): only some layers of the language model are trained at a time, and they change regularly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardproof.models.families.anatomy import language_layers
 
 
 def check_layers(model: Any, some: int) -> None:
-    """Raise ConfigError where a model has no layers of which so many would be some, without those that are frozen."""
+    """Raise ConfigError unless a model has more than `some` layers that are not frozen."""
     if some >= (there := len(_trained(model))):
         raise ConfigError(
             f"--lisa-activated-layers {some}: the language model of {type(model).__name__} has {there} layer(s) to"
@@ -21,16 +21,16 @@ def check_layers(model: Any, some: int) -> None:
 
 
 def _trained(model: Any) -> list[list[Any]]:
-    """What is trained of each layer of which anything is."""
+    """The trainable parameters of each layer that has any."""
     layers = ([p for p in layer.parameters() if p.requires_grad] for _, layer in language_layers(model))
     return [parameters for parameters in layers if parameters]
 
 
 class LayersInTurn(TrainerCallback):
-    """Has `some` layers trained, drawn anew each `interval` steps, the same on every rank and in a run that goes on.
+    """Trains `some` layers, redrawn every `interval` steps: the same on every rank and in a resumed run.
 
-    What is beside the layers (embedding, head, norm) is always trained. A layer that is not has no gradient, and the
-    optimizer leaves it alone; what it knows of it is still there when its turn comes again.
+    Everything outside the layers (embedding, head, norm) is always trained. Other layers have no gradients, so the
+    optimizer skips them, and keeps their state until they are drawn again.
     """
 
     def __init__(self, some: int, interval: int, seed: int) -> None:
@@ -39,7 +39,7 @@ class LayersInTurn(TrainerCallback):
         self._turn = -1
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **more: Any) -> None:
-        if not self._layers:  # what is frozen otherwise stays so
+        if not self._layers:  # parameters frozen by other options stay frozen
             self._layers = _trained(model)
         turn = state.global_step // self.interval
         if turn == self._turn:

@@ -1,4 +1,4 @@
-"""An optimizer for matrices, Muon or GaLore, and AdamW for the rest, as one."""
+"""An optimizer for matrices, Muon or GaLore, combined with AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from torch import nn
 from shardproof.errors import ConfigError
 from shardproof.train.optim.galore import GaLore
 
-# Modules whose weights project onto a vocabulary, by the last part of their names (a talker's have no other mark).
+# Modules whose weights project onto a vocabulary, by the last part of their names (nothing else marks those of a
+# talker).
 HEAD = re.compile(r"(^|\.)\w*head(\.|$)")
 
 
 class MatricesAndAdamW(torch.optim.Optimizer):
-    """An optimizer for groups of matrices, which are updated whole on the ranks that own them, and AdamW for those with
+    """An optimizer for groups of matrices, each updated unsharded on the rank that owns it, and AdamW for groups with
     `elementwise`, of which each rank updates its slices.
 
     Args:
-        params: parameters, or groups of them; a group with `elementwise` is AdamW's.
-        lr: of groups that have none of their own.
-        betas: of AdamW.
-        eps: of AdamW.
-        weight_decay: of groups that have none of their own.
-        others: of the optimizer for matrices.
+        params: parameters, or groups of them; AdamW updates groups with `elementwise`.
+        lr: for groups without one of their own.
+        betas: for AdamW.
+        eps: for AdamW.
+        weight_decay: for groups without one of their own.
+        others: arguments of the optimizer for matrices.
 
     Attributes:
-        name: of the optimizer for matrices.
-        makers: of both, by `elementwise`.
+        name: the name of the optimizer for matrices.
+        makers: what creates each of the two, by `elementwise`.
 
     Raises:
-        ValueError: a parameter of a group without `elementwise` is no matrix.
+        ValueError: a parameter of a group without `elementwise` is not a matrix.
     """
 
     name: ClassVar[str]
@@ -66,7 +67,7 @@ class MatricesAndAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _part(self, elementwise: bool) -> torch.optim.Optimizer:
-        """What updates the groups of a kind. It is no part of a copy, or of what is saved."""
+        """The optimizer that updates one kind of group. It is not copied or saved."""
         parts = self.__dict__.setdefault("_parts", {})
         if elementwise not in parts:
             parts[elementwise] = self.makers[elementwise]([nn.Parameter(torch.zeros(1, 1))])
@@ -89,8 +90,8 @@ class MatricesAndAdamW(torch.optim.Optimizer):
 class MuonAndAdamW(MatricesAndAdamW):
     """torch's Muon for matrices.
 
-    A matrix moves by about as much as AdamW would move it (arXiv 2502.16982), so that both take one learning rate and
-    one weight decay.
+    A matrix moves by about as much as under AdamW (arXiv 2502.16982), so that both use the same learning rate and
+    weight decay.
     """
 
     name = "Muon"
@@ -110,14 +111,14 @@ class GaLoreAndAdamW(MatricesAndAdamW):
 def for_matrices(
     params: Any, lr: float, model: nn.Module, *, kind: type[MatricesAndAdamW], **options: Any
 ) -> MatricesAndAdamW:
-    """An optimizer of what a model trains.
+    """An optimizer for the trained parameters of a model.
 
     Args:
         params: parameters, or groups of them.
-        lr: of groups that have none of their own.
-        model: whose parameters they are.
-        kind: its class.
-        options: others of that class.
+        lr: for groups without one of their own.
+        model: the model that has these parameters.
+        kind: the class of the optimizer.
+        options: more arguments for that class.
 
     Raises:
         ConfigError: there is no matrix among them.
@@ -144,7 +145,8 @@ galore = partial(for_matrices, kind=GaLoreAndAdamW)
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:
-    """What these are for: all of two dimensions but embeddings, heads onto a vocabulary, and single rows or columns."""
+    """The parameters that such optimizers are for: all matrices except embeddings, vocabulary heads, and single rows or
+    columns."""
     models: list[Any] = [m for m in model.modules() if hasattr(m, "get_output_embeddings")]
     heads = [head for m in models if (head := m.get_output_embeddings()) is not None]
     heads += [m for name, m in model.named_modules() if HEAD.search(name)]

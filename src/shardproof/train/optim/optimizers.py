@@ -1,13 +1,13 @@
-"""Optimizers other than torch's AdamW. Among them is AdamW in less memory: its state in eight bits, or everything in
-bf16 with updates that are rounded by chance.
+"""Optimizers other than torch's AdamW. Among them is AdamW with less memory: with its state in eight bits, or with
+everything in bf16 and stochastic rounding.
 
-| bytes for each trained weight | master | gradient | state |
+| bytes per trained weight | master | gradient | state |
 |---|---|---|---|
 | `adamw` | 4 | 4 | 8 |
 | `adamw_8bit` | 4 | 4 | 2 |
-| `muon` | 4 | 4 | 4 of a matrix |
-| `galore` | 4 | 4 | 8 for each row of a matrix and each direction, 4 for each column and direction |
-| `adafactor` | 4 | 4 | a row and a column of a matrix |
+| `muon` | 4 | 4 | 4 for matrices |
+| `galore` | 4 | 4 | 8 per row of a matrix and direction, 4 per column and direction |
+| `adafactor` | 4 | 4 | one row and one column per matrix |
 | `adamw`, `--stochastic-rounding` | 2 | 2 | 4 |
 """
 
@@ -27,15 +27,15 @@ from shardproof.train.optim.matrices import galore, muon
 from shardproof.train.options.config import ADAFACTOR, EIGHT_BITS, GALORE, MUON, RunConfig
 from shardproof.zero.optim.step import first_elements
 
-# What is no argument of an optimizer: options of their own say it, or we do.
+# Arguments that --optimizer-arguments may not set: they have options of their own, or are set here.
 OF_OPTIONS = ("params", "lr", "betas", "eps", "weight_decay", "adjust_lr_fn", "ns_coefficients")
 OF_PLUGINS = ("model",)
-CHUNKS = {"cpu": 1 << 15}  # elements that are updated at once, in float32: what a core's cache holds
+CHUNKS = {"cpu": 1 << 15}  # elements updated at once, in float32: as many as a core's cache holds
 CHUNK = 1 << 24  # elsewhere
 
 
 def optimizer_of(config: RunConfig) -> Callable[..., torch.optim.Optimizer] | None:
-    """What makes the optimizer that the options ask for, of groups of parameters and `lr`; None for torch's AdamW."""
+    """A function that makes the chosen optimizer from groups of parameters and `lr`; None for torch's AdamW."""
     given: Any = config.optimizer_arguments
     registered = load(config.external_plugins).find("optimizer", config.optimizer)
     if registered is not None:
@@ -63,7 +63,7 @@ def check_arguments(config: Any) -> None:
     kind: Any = registered or {MUON: torch.optim.Muon, GALORE: GaLore, ADAFACTOR: adafactor}[name]
     try:
         takes = inspect.signature(kind).parameters
-    except ValueError:  # not of Python
+    except ValueError:  # not a Python function
         return
     if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
         return
@@ -89,7 +89,7 @@ def check_arguments(config: Any) -> None:
 
 
 def _kinds_of(default: Any) -> tuple[Any, str] | None:
-    """What an argument may be that is this by default, and how that is told; None where it may be anything."""
+    """The type of an argument, judged by its default, and a description of it; None if it may be anything."""
     kinds: dict[type, tuple[Any, str]] = {
         bool: (bool, "true or false"),
         int: (int, "a whole number"),
@@ -101,14 +101,15 @@ def _kinds_of(default: Any) -> tuple[Any, str] | None:
 def made_by(
     make: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], lr: float, model: Any
 ) -> torch.optim.Optimizer:
-    """What `make` makes of groups of parameters; it is told the model where it has an argument of that name.
+    """The optimizer that `make` creates for groups of parameters. It is given the model if it takes an argument
+    `model`.
 
     Raises:
-        ConfigError: its step computes the loss by itself, as often as it likes (L-BFGS).
+        ConfigError: its step recomputes the loss itself (L-BFGS).
     """
     try:
         asks = "model" in inspect.signature(make).parameters
-    except ValueError:  # not of Python
+    except ValueError:  # not a Python function
         asks = False
     made = make(groups, lr=lr, **({"model": model} if asks else {}))
     closure = inspect.signature(made.step).parameters.get("closure")
@@ -129,7 +130,7 @@ def adafactor(
     beta1: float | None = None,
     scale_parameter: bool = False,
 ) -> torch.optim.Optimizer:
-    """transformers' Adafactor (arXiv 1804.04235) with the learning rate as it is given, as its Trainer takes it."""
+    """transformers' Adafactor (arXiv 1804.04235) with the given learning rate, as its Trainer uses it."""
     from transformers.optimization import Adafactor
 
     how: Any = {"clip_threshold": clip_threshold, "decay_rate": decay_rate, "beta1": beta1}
@@ -137,22 +138,22 @@ def adafactor(
 
 
 def adamw_8bit(params: Any, smallest: int = 4096, **options: Any) -> torch.optim.Optimizer:
-    """bitsandbytes' AdamW (arXiv 2110.02861) for parameters that ranks hold slices of.
+    """bitsandbytes' AdamW (arXiv 2110.02861) for parameters sharded into slices.
 
     Args:
         params: sharded parameters, or groups of them.
-        smallest: elements of a whole parameter; of a smaller one state is kept in fp32. bitsandbytes asks how large a
-            slice is, and so would keep state of one parameter in several forms.
+        smallest: number of elements below which an unsharded parameter keeps its state in fp32. bitsandbytes goes by
+            the size of a slice, and so would keep the state of one parameter in several forms.
         options: those of `bitsandbytes.optim.AdamW8bit`.
     """
     from bitsandbytes.optim import AdamW8bit
 
     class AdamW8bitOfSlices(AdamW8bit):
-        elementwise = True  # but for the rounding of state in blocks
+        elementwise = True  # except that state is rounded in blocks
 
         def add_param_group(self, group: dict[str, Any]) -> None:
             super().add_param_group(group)
-            small = [p.numel() < smallest for p in self.param_groups[-1]["params"]]  # inside a step they are slices
+            small = [p.numel() < smallest for p in self.param_groups[-1]["params"]]  # within a step these are slices
             self.__dict__.setdefault("small", []).append(small)
 
         def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +163,7 @@ def adamw_8bit(params: Any, smallest: int = 4096, **options: Any) -> torch.optim
         def init_state(self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int) -> None:
             if p.numel():
                 super().init_state(group, p, gindex, pindex)
-            else:  # nothing, in the form that other ranks have
+            else:  # empty, in the dtype that other ranks use
                 dtype = torch.float32 if self.small[gindex][pindex] else torch.uint8
                 nothing = {name: torch.zeros_like(p, dtype=dtype) for name in ("state1", "state2")}
                 self.state[p].update(step=0, **nothing)
@@ -175,20 +176,20 @@ def adamw_8bit(params: Any, smallest: int = 4096, **options: Any) -> torch.optim
 
 
 class AdamWBf16(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101) of parameters in bf16, whose state is in bf16, too: computed in float32, then rounded up
-    or down by chance, so that updates below the last of the eight bits of a weight are right in the mean (arXiv
-    2010.06192). Parameters of other dtypes keep state of their own dtype, and nothing of them is rounded; both parts of
-    complex ones are updated as numbers of their own.
+    """AdamW (arXiv 1711.05101) for parameters in bf16, with its state in bf16 too: computed in float32, then rounded
+    stochastically, so that updates below the last of a weight's eight significant bits are right on average (arXiv
+    2010.06192). Parameters of other dtypes keep their state in their own dtype and are not rounded; the real and
+    imaginary parts of complex ones are updated separately.
 
-    Chance is drawn for the seed, the step, the parameter and the element of it. So the same gradients give the same
-    bits on any number of ranks and at any stage, also after a checkpoint.
+    The random bits depend on the seed, the step, the parameter and the element. So the same gradients give the same
+    bits on any number of ranks, at any ZeRO stage, and after resuming from a checkpoint.
 
     Args:
         params: parameters, or groups of them, in the same order on all ranks.
-        seed: of chance.
+        seed: for the rounding.
     """
 
-    rounds_by_chance = True  # a step may leave a parameter as it is
+    rounds_by_chance = True  # a step may leave a parameter unchanged
 
     def __init__(
         self,
@@ -204,7 +205,7 @@ class AdamWBf16(torch.optim.Optimizer):
         self.seed = seed
 
     def chunk(self, device: str) -> int:
-        """Elements that are updated at once."""
+        """Elements updated at once."""
         return CHUNKS.get(device, CHUNK)
 
     def starts(self, count: int, size: int) -> range:
@@ -236,7 +237,7 @@ class AdamWBf16(torch.optim.Optimizer):
         salt = (self.seed * 1_000_003 + number) * 1_000_003 + step
         all_four: list[Any] = [p, p.grad, state["exp_avg"], state["exp_avg_sq"]]
         real = [torch.view_as_real(t) if t.is_complex() else t for t in all_four]
-        flat = [t.reshape(-1) for t in real]  # a copy, where elements lie in another order (channels_last)
+        flat = [t.reshape(-1) for t in real]  # a copy if the memory order differs (channels_last)
         size = self.chunk(p.device.type)
         wide = torch.promote_types(flat[0].dtype, torch.float32)
         for start in self.starts(flat[0].numel(), size):
@@ -254,7 +255,7 @@ class AdamWBf16(torch.optim.Optimizer):
 def _adamw(
     value: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, step: int, group: Any
 ) -> None:
-    """One step, in place, in float32 or more."""
+    """One step, in place, in float32 or higher precision."""
     beta1, beta2 = group["betas"]
     lr = float(group["lr"])
     value.mul_(1 - lr * group["weight_decay"])
@@ -265,7 +266,7 @@ def _adamw(
 
 
 def noise_of(first: int, count: int, salt: int, device: torch.device) -> torch.Tensor:
-    """64 bits by chance, int64, for each of the elements `first` to `first + count`: splitmix64 of place and salt."""
+    """64 random bits (int64) for each of the elements `first` to `first + count`: splitmix64 of position and salt."""
     z = torch.arange(first + 1, first + 1 + count, dtype=torch.int64, device=device)
     z = z * _signed(0x9E3779B97F4A7C15) + _signed(salt * 0xD1342543DE82EF95)
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
@@ -274,7 +275,7 @@ def noise_of(first: int, count: int, salt: int, device: torch.device) -> torch.T
 
 
 def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right, with zeros from the left."""
+    """Shifted right, filling with zeros."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -284,10 +285,10 @@ def _signed(number: int) -> int:
 
 
 def rounded(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """float32 values as one of the two neighbours in bf16, the nearer one the likelier: right in the mean.
+    """float32 values rounded to one of their two neighbours in bf16, more likely the nearer one: right on average.
 
     Args:
-        noise: for each a number from 0 to 65,535.
+        noise: for each value, a number from 0 to 65,535.
     """
     bits = values.view(torch.int32)
     near = ((bits + noise.to(torch.int32)) & -65536).view(torch.float32)

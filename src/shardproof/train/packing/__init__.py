@@ -1,3 +1,3 @@
-"""A finished model in fewer bits: `kinds` has what there is, `places` which weights are packed, `rows` what it is
-calibrated and measured with, `calibrated` how weights are rounded by what a model computes of rows, and `files` how a
-folder is written."""
+"""A finished model in fewer bits: `kinds` has the formats, `places` chooses the weights to pack, `rows` reads rows for
+calibration and measurement, `calibrated` rounds weights by what a model computes from rows, and `files` writes a
+folder."""

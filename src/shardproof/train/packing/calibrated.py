@@ -1,8 +1,8 @@
-"""Weights rounded by what a model computes of rows: GPTQ (arXiv 2210.17323), with the columns that matter most first.
+"""Calibrated rounding of weights: GPTQ (arXiv 2210.17323), with the most important columns first.
 
-What is left of a column when it is rounded is made up for by the columns that are still to be rounded, as the inputs of
-its layer say. llm-compressor and GPTQModel have that too, and neither can be installed beside this transformers and
-torch; they walk through models of their own, and know neither experts in one tensor nor rows with files.
+The rounding error of a column is compensated by the columns that are still to be rounded, based on the inputs of its
+layer. llm-compressor and GPTQModel do this too, but neither can be installed with this version of transformers and
+torch; they need their own code for each model, and support neither experts in one tensor nor rows with files.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from shardproof.train.packing.places import Places
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-TOGETHER = 128  # columns that are rounded before the others hear of it
-DAMPED = 0.01  # of the mean of the diagonal, added to it
+TOGETHER = 128  # columns that are rounded before the rest is updated
+DAMPED = 0.01  # fraction of the mean of the diagonal that is added to it
 
 
 class _Reached(Exception):
-    """A forward has come as far as it is wanted."""
+    """A forward pass has run as far as needed."""
 
 
 def calibrate(model: Any, places: Places, batches: Iterable[dict[str, Any]], packing: Packing) -> dict[str, Tensor]:
-    """Round the weights to be packed, in place: block by block, each by the inputs that it gets behind those before it.
+    """Round the weights to be packed, in place: block by block, each by the inputs it gets from the rounded blocks
+    before it.
 
     Args:
-        batches: of rows, on the model's device; they are gone through once for each block.
+        batches: batches of rows on the model's device; iterated over once for each block.
 
-    Returns: the scales that they were rounded by, by the names of linear layers in files.
+    Returns: the scales used, by the names of linear layers in files.
     """
     args = scheme_of(packing).weights
     scales: dict[str, Tensor] = {}
@@ -52,7 +53,7 @@ def calibrate(model: Any, places: Places, batches: Iterable[dict[str, Any]], pac
 
 
 def _fit(weight: nn.Parameter, sums: Tensor, args: Any) -> Tensor:
-    """Round a weight [out, in], or those of experts [experts, out, in], in place. Returns the scales."""
+    """Round a weight [out, in], or expert weights [experts, out, in], in place. Returns the scales."""
     stacked = weight.data if weight.dim() == 3 else weight.data[None]
     many = sums if sums.dim() == 3 else sums[None]
     found = []
@@ -64,20 +65,20 @@ def _fit(weight: nn.Parameter, sums: Tensor, args: Any) -> Tensor:
 
 
 def fitted(weight: Tensor, products: Tensor, args: Any) -> tuple[Tensor, Tensor]:
-    """A weight [out, in], rounded so that its layer changes least.
+    """A weight [out, in], rounded so that the outputs of its layer change least.
 
     Args:
-        products: the sum of products of the layer's inputs with each other: [in, in], fp32.
+        products: the sum of outer products of the layer's inputs: [in, in], fp32.
         args: compressed-tensors' description of how weights are rounded.
 
-    Returns: it in its dtype, and the scales: [out, groups].
+    Returns: the weight in its dtype, and the scales: [out, groups].
     """
     seen = products.diagonal().clone()
     scales = scales_of(weight, args, seen if seen.any() else None)
     each = scales.float().repeat_interleave(weight.shape[1] // scales.shape[1], 1)
     order = seen.argsort(descending=True)
     lower = _inverse(products[order][:, order])
-    if lower is None:  # no input was seen
+    if lower is None:  # the layer got no inputs
         return rounded(weight.float(), each, args).to(weight.dtype), scales
     values, each = weight.float()[:, order], each[:, order]
     for start in range(0, values.shape[1], TOGETHER):
@@ -93,7 +94,7 @@ def fitted(weight: Tensor, products: Tensor, args: Any) -> tuple[Tensor, Tensor]
 
 
 def _inverse(products: Tensor) -> Tensor | None:
-    """The upper Cholesky factor of the inverse, or None of zeros."""
+    """The upper Cholesky factor of the inverse, or None if all inputs are zero."""
     mean = products.diagonal().mean()
     if not mean > 0:
         return None
@@ -114,11 +115,11 @@ def _in_files(model: Any, name: str, scales: Tensor) -> dict[str, Tensor]:
 
 
 class _Sums:
-    """Sums of products of inputs with each other. Layers that get one tensor (q_proj, k_proj, v_proj) share one."""
+    """Sums of outer products of inputs. Layers with the same input tensor (q_proj, k_proj, v_proj) share one."""
 
     def __init__(self) -> None:
         self.of: dict[str, Tensor] = {}
-        self._now: list[tuple[Tensor, Tensor]] = []  # inputs of this forward, each with the sum that it was added to
+        self._now: list[tuple[Tensor, Tensor]] = []  # inputs in this forward, each with the sum it was added to
 
     def begin(self) -> None:
         self._now.clear()
@@ -138,7 +139,7 @@ def _add(total: Tensor, given: Tensor) -> None:
 
 
 def _inputs_of(model: Any, block: nn.Module, names: list[str], batches: Iterable[dict[str, Any]]) -> dict[str, Tensor]:
-    """Of each parameter the sum of products of what its layer is given: [in, in], of experts one each."""
+    """For each parameter, the sum of outer products of its layer's inputs: [in, in], or one for each expert."""
     sums = _Sums()
     with _watched(model, block, names, sums):
         for batch in batches:
@@ -181,8 +182,8 @@ def _watched(model: Any, block: nn.Module, names: list[str], sums: _Sums) -> Ite
 def _add_experts(
     sums: _Sums, path: str, module: Any, hidden_states: Tensor, top_k_index: Tensor, *_: Any, **__: Any
 ) -> None:
-    """The inputs of the experts that tokens are sent to, and, of those, of their second product. Experts of another
-    kind, which are few, are rounded by themselves."""
+    """Add the inputs of the experts that tokens are routed to, and the inputs of their second product. The few other
+    kinds of experts are rounded without calibration."""
     gated = hasattr(module, "gate_up_proj") and getattr(module, "has_gate", False)
     if not gated or module.has_bias or module.is_transposed:
         return
@@ -192,7 +193,7 @@ def _add_experts(
         shape = (len(module.down_proj), size, size)
         sums.of.setdefault(f"{path}.{name}", states.new_zeros(shape, dtype=torch.float32))
     for expert in top_k_index.unique().tolist():
-        if expert >= len(module.down_proj):  # of tokens that none is meant for
+        if expert >= len(module.down_proj):  # marks tokens without an expert
             continue
         given = states[(top_k_index.view(len(states), -1) == expert).any(-1)]
         _add(sums.of[f"{path}.gate_up_proj"][expert], given)

@@ -1,4 +1,4 @@
-"""A folder of plain weights, rewritten packed: file by file, weight by weight."""
+"""Rewrites a folder of plain weights as packed ones: file by file, weight by weight."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def pack_folder(folder: Path, places: Places, packing: Packing, scales: Mapping[str, Tensor], dtype: Any) -> None:
-    """Pack the weights of a folder, and say so in its config. In memory are one weight and what one file will hold.
+    """Pack the weights of a folder, and record it in its config. Memory holds one weight and the contents of one file.
 
     Args:
-        scales: by the names of linear layers in files, of weights that were rounded by them already: [out, groups].
-        dtype: what is computed in.
+        scales: scales of weights that are rounded already, by the names of linear layers in files: [out, groups].
+        dtype: the dtype to compute in.
     """
     further = _further(folder)
     if packing.kind in PRESETS:
@@ -43,8 +43,8 @@ def pack_folder(folder: Path, places: Places, packing: Packing, scales: Mapping[
 
 
 def _further(folder: Path) -> list[str]:
-    """The modules that predict further tokens, which stay as they are and are in no model of transformers': each to
-    its first number."""
+    """The modules for multi-token prediction, which stay unpacked and are in no transformers model: names up to their
+    first number."""
     from safetensors import safe_open
 
     if not (folder / OWN).is_file():
@@ -54,11 +54,11 @@ def _further(folder: Path) -> list[str]:
     return sorted({re.sub(r"(\.\d+)\..*", r"\1", layer) for layer in layers})
 
 
-Packs = Callable[[str, "Tensor"], dict[str, "Tensor"]]  # of the name of a layer and its weight, what files hold of it
+Packs = Callable[[str, "Tensor"], dict[str, "Tensor"]]  # from a layer's name and weight to the tensors in files
 
 
 def _compressed(packing: Packing, ignored: list[str], scales: Mapping[str, Tensor]) -> tuple[Packs, dict[str, Any]]:
-    """In the form of compressed-tensors, and what a config says of it."""
+    """How to pack in compressed-tensors' format, and the entry for the config."""
     import compressed_tensors
     import torch
     from compressed_tensors.compressors import BaseCompressor
@@ -71,7 +71,7 @@ def _compressed(packing: Packing, ignored: list[str], scales: Mapping[str, Tenso
         found = scales.get(name)
         scale = scales_of(weight, scheme.weights) if found is None else found.to(weight.dtype)
         rows = rows_together(weight)
-        parts = [  # in fp32: half precision would round what is to be rounded to integers
+        parts = [  # in fp32: half precision would round before the rounding to integers
             compressor.compress({"weight": part.float(), "weight_scale": by.float()}, scheme)
             for part, by in zip(weight.split(rows), scale.split(rows), strict=True)
         ]
@@ -88,7 +88,7 @@ def _compressed(packing: Packing, ignored: list[str], scales: Mapping[str, Tenso
 
 
 def _of_bitsandbytes(kind: str, skipped: list[str], dtype: Any) -> tuple[Packs, dict[str, Any]]:
-    """In the form of transformers for bitsandbytes, and what a config says of it."""
+    """How to pack in transformers' format for bitsandbytes, and the entry for the config."""
     from bitsandbytes.functional import quantize_4bit
     from transformers import BitsAndBytesConfig
 
@@ -105,7 +105,7 @@ def _of_bitsandbytes(kind: str, skipped: list[str], dtype: Any) -> tuple[Packs, 
 
 
 def _rewritten(file: Path, packed: set[str], in_bits: Packs) -> dict[str, str]:
-    """Write a file anew. Returns of each tensor in it the file's name."""
+    """Rewrite a file. Returns the file's name for each tensor in it."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 

@@ -13,24 +13,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Quantize = Literal["fp8", "int8", "int4", "nf4"]
-# By name, what compressed-tensors calls it. The others are of bitsandbytes.
+# compressed-tensors' name for each kind. The other kinds belong to bitsandbytes.
 PRESETS = {"fp8": "FP8_DYNAMIC", "int8": "W8A8", "int4": "W4A16"}
-GROUP = 128  # weights of a row that share a scale, in four bits
+GROUP = 128  # weights of a row that share a scale in four bits
 TOGETHER = 2**18  # weights
-SHRUNK = 20  # smaller scales that are tried, down to 0.6 of what reaches the largest weight
+SHRUNK = 20  # number of smaller scales to try, down to 0.6 of the one that reaches the largest weight
 
 
 @dataclass(frozen=True)
 class Packing:
-    """What is asked for.
+    """How a model is to be packed.
 
     Attributes:
         group_size: how many weights of a row share a scale (`int4`).
-        keep: regular expressions; weights in whose names one is found stay as they are.
-        dataset: rows to calibrate with. Without any, weights are rounded by themselves.
-        val_dataset: rows of which the loss before and after is told; without any, those of `dataset`.
-        reading: options of a run about how these rows are read, in place of those of the model's own run.
-        samples: at most so many rows of each.
+        keep: regular expressions; weights whose names match one (re.search) stay unpacked.
+        dataset: rows to calibrate with. Without any, weights are rounded without calibration.
+        val_dataset: rows to report the loss on before and after; without any, those of `dataset`.
+        reading: run options for reading these rows, in place of those of the model's own run.
+        samples: the most rows to use of each.
     """
 
     kind: Quantize
@@ -47,7 +47,7 @@ class Packing:
 
 
 def check_installed(kind: str) -> None:
-    """Raise ConfigError if the package that packs so is not there."""
+    """Raise ConfigError if the package for this kind is not installed."""
     package, extra = ("compressed_tensors", "packed") if kind in PRESETS else ("bitsandbytes", "eightbit")
     if importlib.util.find_spec(package) is None:
         name = package.replace("_", "-")
@@ -58,7 +58,7 @@ def check_installed(kind: str) -> None:
 
 
 def scheme_of(packing: Packing) -> Any:
-    """compressed-tensors' scheme of a kind that is its own, with its format."""
+    """The compressed-tensors scheme for one of its kinds, including the format."""
     import torch
     from compressed_tensors.compressors.format import infer_module_format
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
@@ -71,11 +71,11 @@ def scheme_of(packing: Packing) -> Any:
 
 
 def scales_of(weight: Tensor, args: Any, importance: Tensor | None = None) -> Tensor:
-    """The scales that a weight [out, in] is rounded by, as `args` of compressed-tensors say: [out, groups] in its
-    dtype, or [out, 1] where a row has one.
+    """The scales for rounding a weight [out, in] under `args` from compressed-tensors: [out, groups] in its dtype, or
+    [out, 1] with one per row.
 
-    In four bits those of some smaller ones that leave the least squared error: what is cut of the largest weights may
-    be less than what finer steps between all others gain. `importance`: of each column, [in].
+    In four bits, some smaller scales are tried too, and those with the least squared error are used: clipping the
+    largest weights may cost less than finer steps gain for all others. `importance`: of each column, [in].
     """
     import torch
 
@@ -83,7 +83,7 @@ def scales_of(weight: Tensor, args: Any, importance: Tensor | None = None) -> Te
 
 
 def rows_together(weight: Tensor) -> int:
-    """How many rows of it are worked on at once, so that what is made of them stays small beside it."""
+    """How many rows to process at once, so that temporaries stay small compared to the weight."""
     return max(1, TOGETHER // weight.shape[1])
 
 
@@ -107,13 +107,13 @@ def _scales_of(weight: Tensor, args: Any, importance: Tensor | None) -> Tensor:
 
 
 def _error(groups: Tensor, scales: Tensor, args: Any, weights: Tensor | None) -> Tensor:
-    """The squared error of each group [..., groups, size] in integers by its scale [..., groups]."""
+    """The squared rounding error of each group [..., groups, size] under its scale [..., groups]."""
     errors = (rounded(groups, scales.unsqueeze(-1), args) - groups).square()
     return (errors if weights is None else errors * weights).sum(-1)
 
 
 def rounded(values: Tensor, scales: Tensor, args: Any) -> Tensor:
-    """Of integers: what is left of values, in fp32, by scales that can be broadcast to them."""
+    """Values rounded to integers by scales that broadcast to them, and scaled back, in fp32."""
     most = 2 ** (args.num_bits - 1)
     scales = scales.float()
     return (values / scales).round().clamp(-most, most - 1) * scales

@@ -1,4 +1,4 @@
-"""What a model computes of rows, before it is packed and after."""
+"""What a model computes from rows, before and after packing."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shardproof")
 
-ROOM = 1.3  # what a model takes on an accelerator beside its weights, at least
+ROOM = 1.3  # the least memory a model needs on an accelerator, relative to its weights
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What rows gave.
+    """The results for some rows.
 
     Attributes:
-        found: fp32; the loss of each token that is learnt, or of each row its scores, labels' logits or vector: [rows,
-            size].
-        of: what that is.
+        found: fp32; the loss of each labelled token, or the scores, label logits or vector of each row: [rows, size].
+        of: what these are.
     """
 
     rows: int
@@ -41,25 +40,26 @@ class Measured:
 
     @property
     def loss(self) -> float | None:
-        """The mean of all tokens that are learnt, if any are."""
+        """The mean loss over all labelled tokens, if there are any."""
         return float(self.found.mean()) if self.of == "tokens" else None
 
     def told(self, after: Measured) -> str:
-        """What a user is told of the two."""
+        """The comparison of the two, for a message."""
         before, now = self.found, after.found
         if self.of == "tokens":
             moved = float((now - before).abs().mean())
-            return f"loss {self.loss:.4f} before, {after.loss:.4f} after; that of a token moves by {moved:.2g}"
+            return f"loss {self.loss:.4f} before, {after.loss:.4f} after; per-token loss changes by {moved:.2g}"
         away = float((now - before).norm() / before.norm().clamp_min(1e-30))
-        told = f"what it gives is {away:.2g} of its size away from what it gave"
+        told = f"outputs change by {away:.2g} of their size"
         if self.of == "labels" and before.shape[1] > 1:
             same = int((before.argmax(1) == now.argmax(1)).sum())
-            told += f"; {same:,} of {len(before):,} rows get the label that they got"
+            told += f"; {same:,} of {len(before):,} rows keep their label"
         return told
 
 
 def measure(model: Any, batches: Batches, pooling: str = "last") -> Measured:
-    """Go through the rows once, without gradients. `pooling`: how a model that gives vectors makes them of a text."""
+    """Run the model on the rows once, without gradients. `pooling`: how an embedding model turns a text into a
+    vector."""
     found: list[torch.Tensor] = []
     of: Literal["tokens", "labels", "vectors"] = "tokens" if batches.learns else "vectors"
     with torch.no_grad(), at_work(model) as device:
@@ -75,7 +75,7 @@ def measure(model: Any, batches: Batches, pooling: str = "last") -> Measured:
             mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
             if not hasattr(out, "logits"):
                 found.append(pooled(out.last_hidden_state, mask, pooling))
-            elif out.logits.dim() == 3:  # of words, of which the one behind a text judges it
+            elif out.logits.dim() == 3:  # logits over the vocabulary: those after the text score it
                 found.append(out.logits[torch.arange(len(mask), device=mask.device), last_places(mask)].float())
             else:
                 of = "labels"
@@ -85,12 +85,12 @@ def measure(model: Any, batches: Batches, pooling: str = "last") -> Measured:
 
 @contextmanager
 def at_work(model: Any) -> Iterator[torch.device]:
-    """Have the model on the accelerator for a while, in `eval`, where there is one with room for it."""
+    """Keep the model in `eval` mode on the accelerator within this context, if there is one with room for it."""
     device, home = default_device(), next(model.parameters()).device
     if device.type != "cpu":
         size = sum(p.nbytes for p in model.parameters())
         if ROOM * size > free_memory(device, 1):
-            log.warning("The model (%.3g GB) does not fit on %s, and runs on the CPU.", size / 1e9, device)
+            log.warning("The model (%.3g GB) does not fit on %s, so it runs on the CPU.", size / 1e9, device)
             device = home
     was = model.training
     model.eval().to(device)

@@ -1,4 +1,4 @@
-"""A model packed, from what it computes before to what it computes when it is read again."""
+"""Packs a model, and compares what it computes before with what the reloaded model computes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from shardproof.train.packing.measured import Measured, at_work, measure
 from shardproof.train.packing.places import places_in, sampled, take_samples
 from shardproof.train.packing.rows import batches_of
 
-APART = 0.5  # how far weights that are read again may be from what was packed, relative to them: four bits leave 0.1
+APART = 0.5  # largest allowed relative difference between reloaded and original weights: four bits give 0.1
 
 
 @dataclass(frozen=True)
 class Packed:
-    """What was packed.
+    """The result of packing a model.
 
     Attributes:
-        layers: how many linear layers; of experts each one counts.
-        size_before: of all weights, in bytes.
-        calibrated: with how many rows.
-        moved: how far the logits of some tokens are from those before, relative to the largest of these.
-        before, after: what the rows gave, if there are any.
+        layers: how many linear layers, counting each expert's.
+        size_before: size of all weights in bytes.
+        calibrated: how many rows were used for calibration.
+        moved: how far the logits of some tokens are from those before packing, relative to the largest of those.
+        before, after: the results for the rows, if there are any.
     """
 
     kind: str
@@ -42,15 +42,15 @@ class Packed:
 
 
 class Packer:
-    """Packs one model. Making one looks at its layers and reads the rows; nothing is written before `pack`.
+    """Packs one model. Creating a Packer inspects the layers and reads the rows; nothing is written before `pack`.
 
     Args:
-        recorded: the options of the run that it is of, if any.
-        folder: what it was loaded from.
-        pooling: how it makes vectors of texts, if it is asked for vectors, so that rows have no loss.
+        recorded: the options of the model's run, if any.
+        folder: where the model was loaded from.
+        pooling: how the model turns texts into vectors, if it is an embedding model, whose rows have no loss.
 
     Raises:
-        ConfigError, DataError: it cannot be packed so, or the rows cannot be used.
+        ConfigError, DataError: the model cannot be packed like this, or the rows cannot be used.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class Packer:
         take_samples(model, self.places)
 
     def pack(self, folder: Path, dtype: torch.dtype) -> None:
-        """Pack the plain weights in a folder, which are of this dtype."""
+        """Pack the plain weights in a folder, which have this dtype."""
         self.size_before = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         pack_folder(folder, self.places, self.packing, self._rounded, dtype)
 
     def check(self, model: Any, moved: float, folder: Path) -> Packed:
-        """Compare the model that was read from the folder, and has computed something.
+        """Compare the model that was reloaded from the folder, after a forward pass.
 
         Raises:
-            ConfigError: it is another one, or computes nothing.
+            ConfigError: its weights differ, or it computes NaN.
         """
         name, apart = self._farthest(model)
         if not apart < APART:
@@ -109,7 +109,7 @@ class Packer:
         return Packed(kind, layers, self.size_before, self.calibrated, moved, self._before, after)
 
     def _farthest(self, model: Any) -> tuple[str, float]:
-        """The weight that is farthest from what it was, by some of its columns, and how far."""
+        """The weight that differs most from the original, judged by some of its columns, and by how much."""
         found = "", 0.0
         for name, before in self.places.samples.items():
             apart = float((_sample(model, name) - before).norm() / before.norm().clamp_min(1e-30))

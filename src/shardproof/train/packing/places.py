@@ -1,10 +1,10 @@
-"""Which weights of a model are packed, and what they are called in its files.
+"""Which weights of a model are packed, and their names in its files.
 
-[Note: what stays whole]
-Packed are the linear layers in the blocks of the language model, and experts, which are nearly all of its weights. As
-in folders that are published, the embedding, the head (for words, labels or scores), towers and what leads from them,
-routers, and the layers of recurrent mixers (which kernels read in a form of their own) stay as they are: they are few,
-and errors in them are large, or are nowhere computed with packed weights.
+[Note: what stays whole] The linear layers in the blocks of the language model are packed, and so are experts: together
+they are nearly all of its weights. As in published packed models, the embedding, the head (for vocabulary, labels or
+scores), towers and their projections, routers, and the layers of recurrent mixers (which kernels read in a form of
+their own) stay unpacked: they are small, and either errors in them do much harm, or nothing can compute with them
+packed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 WHOLE = re.compile(r"(^|\.)((\w+_)?(router|gate)|linear_attn|mamba|ssm|temporal_block)(\.|$)")
 NUMBERED = re.compile(r"\.\d+(\.|$)")
 SHOWN = 3
-SIZES = (128, 64, 32, 16)  # of groups, that kernels know
-SAMPLED = 8  # columns of a weight that are compared when it is read again
+SIZES = (128, 64, 32, 16)  # group sizes that kernels support
+SAMPLED = 8  # columns of a weight that are compared after reloading
 
 
 @dataclass
@@ -35,12 +35,13 @@ class Places:
     """The weights to pack.
 
     Attributes:
-        blocks: the names of the blocks that they are in.
-        layers: of each parameter that is packed (a linear layer's, or all experts of a layer in one), the linear layers
-            that it is in the files, by name, and the lengths of their rows.
-        ignored: what of all linear layers is not packed, as compressed-tensors' patterns of names.
-        skipped: the same for bitsandbytes: names of modules in the model, those that have such layers only as one.
-        samples: some columns of each, before they were packed.
+        blocks: the names of the blocks that contain them.
+        layers: for each packed parameter (of a linear layer, or of all experts of a layer), the names of its linear
+            layers in the files, and the lengths of their rows.
+        ignored: the linear layers that are not packed, as name patterns for compressed-tensors.
+        skipped: the same for bitsandbytes: names of modules in the model, with one name for a module that has only such
+            layers.
+        samples: some columns of each weight, from before packing.
     """
 
     blocks: list[str]
@@ -56,10 +57,10 @@ class Places:
 
 
 def places_in(model: Any, packing: Packing) -> Places:
-    """What is to be packed of a model without adapters.
+    """The weights to pack in a model without adapters.
 
     Raises:
-        ConfigError: nothing is, or something cannot be, in this kind.
+        ConfigError: there is nothing to pack, or something cannot be packed in this kind.
     """
     for pattern in packing.keep:
         check_pattern("--keep", pattern)
@@ -92,7 +93,7 @@ def places_in(model: Any, packing: Packing) -> Places:
 
 
 def take_samples(model: Any, places: Places) -> None:
-    """Keep some columns of each weight to be packed, spread over it."""
+    """Keep some evenly spread columns of each weight to be packed."""
     places.samples = {name: sampled(model.get_parameter(name)).clone() for name in places.layers}
 
 
@@ -102,7 +103,7 @@ def sampled(weight: Tensor) -> Tensor:
 
 
 def _candidates(blocks: dict[str, nn.Module]) -> Iterable[str]:
-    """The parameters of linear layers and of experts in blocks."""
+    """The parameters of linear layers and experts in blocks."""
     from torch import nn
 
     for block, module in blocks.items():
@@ -117,13 +118,13 @@ def _candidates(blocks: dict[str, nn.Module]) -> Iterable[str]:
 
 
 def _stacked(path: str, experts: nn.Module) -> Iterable[str]:
-    """The parameters of a layer's experts, each of all of them."""
+    """The stacked parameters of a layer's experts."""
     return (f"{path}.{own}" for own, p in experts.named_parameters(recurse=False) if p.dim() == 3)
 
 
 def _in_files(model: Any, name: str) -> dict[str, int]:
-    """The linear layers in files that transformers saves a parameter as, and the lengths of their rows; none where it
-    is not one of theirs there, or a layer here is several of them."""
+    """The linear layers as which transformers saves a parameter, with the lengths of their rows; empty if it is not
+    saved as linear layers, or a single layer here is saved as several."""
     weight = model.get_parameter(name)
     saved = _saved(model, {name: weight})
     if any(value.dim() != 2 or not found.endswith(".weight") for found, value in saved.items()):
@@ -134,7 +135,7 @@ def _in_files(model: Any, name: str) -> dict[str, int]:
 
 
 def _saved(model: Any, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What transformers makes of these when it saves them, without values; nothing where it cannot."""
+    """The tensors that transformers would save for these, without values; empty if it cannot."""
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -142,12 +143,12 @@ def _saved(model: Any, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(
             revert_weight_conversion(model, {n: torch.empty(v.shape, device="meta") for n, v in values.items()})
         )
-    except Exception:  # whatever an operation raises that wants other weights, or values
+    except Exception:  # a conversion that needs other weights, or values, may raise anything
         return {}
 
 
 def _check_files(model: Any, layers: dict[str, dict[str, int]], packing: Packing) -> None:
-    """Raise ConfigError where files hold a weight in a form that no reader of packed weights knows."""
+    """Raise ConfigError if files hold a weight in a form that cannot be read packed."""
     lost = [name for name, found in layers.items() if not found]
     if lost:
         raise ConfigError(
@@ -158,8 +159,8 @@ def _check_files(model: Any, layers: dict[str, dict[str, int]], packing: Packing
 
 
 def _check_experts(model: Any, packed: set[str], packing: Packing) -> None:
-    """Raise ConfigError for what transformers does not read of experts that it puts together of those in files: as it
-    reads packed weights, it takes all experts to be packed alike, a talker's, too."""
+    """Raise ConfigError for experts that transformers could not read back, since it merges them from separate ones in
+    files: when it reads packed weights, it expects all experts to be packed alike, even those of a talker."""
     modules = ((name, module) for name, module in model.named_modules() if name.endswith("experts"))
     every = [name for path, module in modules for name in _stacked(path, module) if _in_files(model, name)]
     whole = [name for name in every if name not in packed]
@@ -179,7 +180,7 @@ def _check_experts(model: Any, packed: set[str], packing: Packing) -> None:
 
 
 def _check_shapes(layers: dict[str, dict[str, int]], packing: Packing) -> None:
-    """Raise ConfigError for rows that a group of weights does not divide."""
+    """Raise ConfigError for rows whose length is not a multiple of the group size."""
     lengths = {name: max(found.values()) for name, found in layers.items()}
     odd = [name for name, length in lengths.items() if length % packing.group_size]
     if packing.kind != "int4" or not odd:
@@ -199,16 +200,16 @@ def _some(names: list[str]) -> str:
 
 
 def _common(names: list[str]) -> str:
-    """A regular expression for these parameters: the last words of their modules."""
+    """A regular expression for these parameters: the last components of their modules' names."""
     ends = {name.removesuffix(".weight").rpartition(".")[2] for name in names}
     return "|".join(sorted(ends))
 
 
 def _ignored(model: Any, places: Places) -> list[str]:
-    """Patterns for the linear layers that are not packed. Readers go by their names in files, or in a model of their
-    own, which has other words in front: a head, or a whole tower, is known by its last word, and what blocks have by
-    those from `layers` on, without numbers, where all of them are alike."""
-    # Routers are linear layers to readers, whatever class they have here.
+    """Patterns for the linear layers that are not packed. Readers use the names in files, or those of their own model
+    class, which have other prefixes: a head or a full tower is matched by its last component, and layers in blocks from
+    `layers` on, with any number if all blocks are alike."""
+    # Readers treat routers as linear layers, whatever their class here.
     saved = [
         name.removesuffix(".weight")
         for name, value in _saved(model, model.state_dict()).items()
@@ -235,7 +236,7 @@ def _skipped(model: Any, places: Places) -> list[str]:
     for name, module in model.named_modules():
         if name and name not in above | packed and not any(name.startswith(f"{one}.") for one in found):
             found += [name] if any(isinstance(inner, nn.Linear) for inner in module.modules()) else []
-    # vLLM has other words in front of a tower or a head, and looks for the last one, too.
+    # vLLM uses other prefixes for a tower or a head, and also looks for the last component.
     return list(dict.fromkeys([*found, *(name.rpartition(".")[2] for name in found if not NUMBERED.search(name))]))
 
 

@@ -1,4 +1,4 @@
-"""Rows that a model is calibrated with or measured by, read as in its run."""
+"""Rows for calibrating or measuring a model, read as in its run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from shardproof.train.rows.media import files_taken
 from shardproof.train.seq_cls.labelling import RELEVANCE, labels_in, labels_of
 from shardproof.train.sft import recipe as sft
 
-LONGEST = 2048  # tokens of a row, of a model whose run is not known
-GROUPS = ("Data", "Media")  # of a run's options, what says how rows are read
+LONGEST = 2048  # tokens per row for a model whose run is not known
+GROUPS = ("Data", "Media")  # groups of run options that say how rows are read
 OTHERWISE = (
     "dataset",
     "val_dataset",
@@ -36,18 +36,18 @@ OTHERWISE = (
     "row_cache",
     "packing",
 )
-PAIRS = {"embedding": embedding, "reranker": reranker, "generative_reranker": reranker}  # tasks whose rows have them
+PAIRS = {"embedding": embedding, "reranker": reranker, "generative_reranker": reranker}  # tasks with rows of pairs
 OF_PAIRS = ("task", "plain", "loss", "pooling", "loss_temperature")
 OF_LABELS = ("task", "plain", "num_labels", "label_names", "problem_type")
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Rows, each a batch of its own, as the model takes it; each text is one, where a row has several without files.
+    """Rows as batches of one, ready for the model; if a row has several texts and no files, each text is a batch.
 
     Attributes:
-        drawn: how many rows they are of.
-        learns: whether a batch has the tokens that are learnt of it, as `labels`.
+        drawn: how many rows they come from.
+        learns: whether batches have `labels`.
     """
 
     rows: Sequence[Any]
@@ -64,7 +64,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class _On:
-    """The batches on a device, as often as they are asked for."""
+    """The batches on a device; can be iterated over repeatedly."""
 
     batches: Batches
     device: Any
@@ -87,15 +87,15 @@ def batches_of(
     processing: Any,
     embeds: bool = False,
 ) -> Batches:
-    """The rows of datasets, read as in the run of the model; `packing.samples` of them at most, drawn by chance.
+    """The rows of datasets, read as in the model's run: at most `packing.samples` of them, drawn at random.
 
     Args:
         recorded: the run's options, if any.
-        folder: where the model came from, which may say what labels or vectors it gives.
-        embeds: whether the model gives vectors, and no words.
+        folder: where the model came from, which may say what labels or vectors it outputs.
+        embeds: whether it is an embedding model, without a language-model head.
 
     Raises:
-        DataError, ConfigError: they cannot be used.
+        DataError, ConfigError: the rows cannot be used.
     """
     how, more = _options(recorded, folder, bool(files_taken(processing))), {}
     if not recorded and (made := embedding_in(folder)) is not None:
@@ -119,7 +119,7 @@ _ALONE = Batch(micro=1, accumulation=1, world_size=1)
 
 
 def _options(recorded: dict[str, Any], folder: Path, takes_files: bool) -> dict[str, Any]:
-    # Of all recipes: rlhf has others under the same names.
+    # From the options shared by all recipes: rlhf has different ones under the same names.
     about_rows = {n for n, f in RunConfig.model_fields.items() if f.json_schema_extra["group"] in GROUPS}  # type: ignore
     taken = {name: value for name, value in recorded.items() if name in about_rows.difference(OTHERWISE)}
     if recorded.get("task") == "seq_cls":
@@ -144,7 +144,7 @@ def _options(recorded: dict[str, Any], folder: Path, takes_files: bool) -> dict[
 
 
 def _texts(config: SftConfig, encoded: Any, processing: Any) -> tuple[Sequence[Any], Callable[[Any], dict[str, Any]]]:
-    """The texts, or pairs of them, of rows of pairs, and what makes batches of them."""
+    """The texts (or pairs of texts) in rows of pairs, and the function that batches them."""
     from shardproof.data.encoding.embed import texts_of
     from shardproof.data.encoding.rank import padded
 

@@ -1,1 +1,1 @@
-"""Rows as a run deals them out: how long they are, which rank reads which, and what shares one."""
+"""Rows as a run distributes them: their lengths, which rank reads which, and what is packed together."""

@@ -1,8 +1,9 @@
-"""Rows that `shardproof data encode` has encoded: put behind those that a run reads, if the run would encode them so.
+"""Rows encoded by `shardproof data encode`: appended to those that a run reads, if the run would encode them the same
+way.
 
-[Note: the same rows] What a folder says has to be what the run says: the options below, which decide what becomes of a
-row, and the tokenizer or processor, its chat template among it, by what it writes to a folder. How long rows may be may
-differ where that changes no row, and where all that does is leave rows out.
+[Note: the same rows] A folder must agree with the run in the options below, which decide how a row is encoded, and in
+the tokenizer or processor, including its chat template, compared by the files that it saves. The maximum length may
+differ if that changes no row, or only drops rows.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from shardproof.train.model.loading import tokenizer_of
 from shardproof.train.options.config import RunConfig
 from shardproof.train.options.option import flag
 
-ANY_LENGTH = 2**31 - 1  # a longest row that no row reaches
-# Options that decide what becomes of a row, beside the tokenizer and how long it may be.
+ANY_LENGTH = 2**31 - 1  # a maximum length that no row reaches
+# Options that decide how a row is encoded, apart from the tokenizer and the maximum length.
 ALIKE = ("task", "plain", "system", "rlhf_type", "tools", "environments")
-PAIRED = ("dpo", "rm", "orpo", "cpo", "simpo")  # algorithms that make the same of rows
-OF_MACHINE = ("is_local", "local_files_only", "name_or_path")  # what a tokenizer writes of where it came from
+PAIRED = ("dpo", "rm", "orpo", "cpo", "simpo")  # algorithms that encode rows alike
+OF_MACHINE = ("is_local", "local_files_only", "name_or_path")  # what a tokenizer saves about where it came from
 TEMPLATE = "chat template"
 _kept: ContextVar[bool] = ContextVar("_kept", default=False)
 
 
 @contextmanager
 def to_be_kept() -> Iterator[None]:
-    """Inside, what rows are encoded to says how, for a folder."""
+    """Within this context, encoded rows carry a description of how they were encoded, for a folder."""
     before = _kept.set(True)
     try:
         yield
@@ -52,10 +53,10 @@ def to_be_kept() -> Iterator[None]:
 
 
 def with_cached(config: RunConfig, rows: Any, specs: Sequence[str]) -> Any:
-    """The rows, and behind them those of these folders.
+    """The rows, followed by those of these folders.
 
     Raises:
-        ConfigError: a folder is none, or its rows are encoded for something else.
+        ConfigError: a folder does not hold encoded rows, or its rows were encoded for something else.
     """
     if not specs:
         return rows
@@ -70,13 +71,13 @@ def with_cached(config: RunConfig, rows: Any, specs: Sequence[str]) -> Any:
 
 
 def check_folders(config: RunConfig) -> None:
-    """Raise ConfigError for a folder of encoded rows that is none, on any of the machines that map it."""
+    """Raise ConfigError for a folder that does not hold encoded rows, on any of the machines that map it."""
     for spec in (*config.cached_dataset, *config.cached_val_dataset):
         _check_command(parse_spec(spec)[0], said_in(parse_spec(spec)[0]), config.command)
 
 
 def day_of_rows(rows: Any) -> date | None:
-    """The day that rows say which were encoded before; None where there are none."""
+    """The day recorded with rows that were encoded before; None if there are none."""
     days = (
         (source.said["day"] for source, _ in rows.by_source() if isinstance(source, CachedRows)) if _any(rows) else ()
     )
@@ -88,7 +89,7 @@ def _any(rows: Any) -> bool:
 
 
 def options_of(config: RunConfig) -> dict[str, Any]:
-    """What a folder and a run have to have in common that options say."""
+    """The options that a folder and a run must have in common."""
     named = {name: getattr(config, name) for name in ALIKE if name in type(config).model_fields}
     if named.get("rlhf_type") in PAIRED:
         named["rlhf_type"] = "/".join(PAIRED)
@@ -96,7 +97,7 @@ def options_of(config: RunConfig) -> dict[str, Any]:
 
 
 def said_of(config: RunConfig, processing: Any, **more: Any) -> dict[str, Any]:
-    """What a folder says of how its rows were encoded; `more`: what the recipe adds, by the names of options."""
+    """The description of how rows were encoded, for a folder; `more`: what the recipe adds, by option name."""
     if tokenizer_of(processing) is not processing:
         more |= {name: getattr(config, name) for name in (*LIMITS, "enable_audio_output")}
     return {
@@ -115,18 +116,17 @@ def encoded_once(
     kind: Callable[..., Any] = EncodeReport,
     **more: Any,
 ) -> Any:
-    """What rows are encoded to: those of folders as they were, the others by `encode`. See [Note: the same rows].
+    """The encoded rows: those from folders as they are, the others encoded by `encode`. See [Note: the same rows].
 
     Args:
-        encode: gives a dataset with `report`, `places` and `numbers`.
-        kind: of its `report`.
-        more: what decides about rows beside the options above.
+        encode: returns a dataset with `report`, `places` and `numbers`.
+        kind: the class of its `report`.
+        more: what else decides how rows are encoded, besides the options above.
 
-    Returns: a dataset with these attributes, and, inside of `to_be_kept`, `said`, what a folder says of how they are
-        encoded.
+    Returns: a dataset with these attributes and, inside `to_be_kept`, `said`: how the rows were encoded, for a folder.
 
     Raises:
-        ConfigError: rows were encoded in another way. DataError: none is left.
+        ConfigError: rows were encoded differently. DataError: no row is left.
     """
     if not (_any(rows) or _kept.get()):
         return encode(rows)
@@ -156,7 +156,7 @@ def encoded_once(
 
 
 def _renumber(part: Any, numbers: Sequence[int]) -> None:
-    """Its rows are these of all."""
+    """Map the row numbers of a part to those among all rows."""
     part.numbers = array("q", map(numbers.__getitem__, part.numbers))
     part.cut = array("q", map(numbers.__getitem__, getattr(part, "cut", ())))
 
@@ -182,7 +182,8 @@ def _together(parts: Sequence[Any]) -> Any:
 
 
 def _with_like_numbers(parts: Sequence[Any]) -> list[Any]:
-    """The parts, their whole numbers as they would be in one table with those of others that are none."""
+    """The parts, with integers cast to floats in columns where another part has floats, as they would be in one
+    table."""
     import datasets
 
     whole, real = datasets.Value("int64"), datasets.Value("float64")
@@ -203,7 +204,7 @@ def _part(
     said: dict[str, Any],
     processing: Any,
 ) -> Any:
-    """What so many of the rows of a folder were encoded to, and a report of them."""
+    """The encoded form of the wanted rows of a folder, with a report on them."""
     _check_options(source, said["options"])
     _check_more(source, said["more"])
     _check_processing(config, source, said["processing"], processing)
@@ -221,7 +222,7 @@ def _part(
 
 
 def _of_part(report: Any, found: Any, wanted: int) -> Any:
-    """The report on some of the rows of a folder."""
+    """The report on a selection of a folder's rows."""
     if not isinstance(report, EncodeReport):
         return replace(report, rows=wanted, kept=len(found))
     pieces = Counter(found.numbers)
@@ -242,10 +243,10 @@ def _of_part(report: Any, found: Any, wanted: int) -> Any:
 
 
 def _longest(config: RunConfig, source: CachedRows, report: Any, tokens: bool) -> int | None:
-    """The most tokens of rows that are taken; None for all that the folder has.
+    """The maximum number of tokens for rows to take; None takes all rows of the folder.
 
     Raises:
-        ConfigError: rows would have become something else.
+        ConfigError: rows would have been encoded differently.
     """
     most, cut = source.said["length"]
     if [most, cut] == [config.max_length, config.truncation] or report.longest <= min(most, config.max_length):
@@ -259,7 +260,7 @@ def _longest(config: RunConfig, source: CachedRows, report: Any, tokens: bool) -
     there = "without --max-length" if most == ANY_LENGTH else f"with --max-length {most} --truncation {cut}"
     raise ConfigError(
         f"{source.name} was encoded {there}, and its longest row has {report.longest:,} tokens; this run has"
-        f" --max-length {config.max_length} --truncation {config.truncation}, which gives other rows.\nEncode the"
+        f" --max-length {config.max_length} --truncation {config.truncation}, which gives different rows.\nEncode the"
         f" rows again with these two options, or train with those of the folder."
     )
 
@@ -284,7 +285,7 @@ def _check_more(source: CachedRows, here: dict[str, Any]) -> None:
 def _check_alike(source: CachedRows, there: dict[str, Any], here: dict[str, Any]) -> None:
     odd = [name for name in dict.fromkeys((*there, *here)) if there.get(name) != here.get(name)]
     if odd:
-        told = [f"{flag(name)} {_shown(there.get(name))}, and this run has {_shown(here.get(name))}" for name in odd]
+        told = [f"{flag(name)} {_shown(there.get(name))}, but this run has {_shown(here.get(name))}" for name in odd]
         raise ConfigError(
             f"{source.name} was encoded with {'; '.join(told)}.\nEncode its rows again with the options of this run, or"
             " train with those of the folder."
@@ -306,12 +307,12 @@ def _check_processing(config: RunConfig, source: CachedRows, here: dict[str, str
     if writes_day(getattr(tokenizer, "chat_template", None)) and source.said["day"] != str(day_of(tokenizer)):
         raise ConfigError(
             f"{source.name}: the chat template writes the date, which was {source.said['day']} when its rows were"
-            f" encoded, and is {day_of(tokenizer)} in other rows of this run. Encode all of them on one day."
+            f" encoded, but is {day_of(tokenizer)} in other rows of this run. Encode all rows on the same day."
         )
 
 
 def _processing(processing: Any) -> dict[str, str]:
-    """Checksums of what a tokenizer or a processor is, by what a user would call it."""
+    """Checksums of the files of a tokenizer or processor, by names that users know."""
     sums: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="shardproof-") as scratch:
         write_processing(processing, scratch)

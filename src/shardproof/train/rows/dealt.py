@@ -1,5 +1,5 @@
-"""What another number of processes changes in a run that goes on, though a step has the same rows: losses that compare
-the rows of a micro-batch of all processes, and answers that each process draws."""
+"""What changes when a run is resumed on a different number of processes, even though each step has the same rows:
+losses that compare the rows of a micro-batch across processes, and answers that each process samples."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ log = logging.getLogger("shardproof")
 
 
 def dealt(batch: Batch) -> dict[str, int]:
-    """What a checkpoint keeps of it."""
+    """What a checkpoint records about it."""
     return {"together": batch.micro * batch.readers, "processes": batch.world_size}
 
 
 def tell_other_processes(saved: dict[str, int] | None, start: Path, config: RunConfig, batch: Batch) -> None:
-    """Say, once, what `other_processes` says."""
+    """Log the messages of `other_processes`."""
     for told in other_processes(saved, start, config, batch):
         log.warning("%s", told)
 
 
 def other_processes(saved: dict[str, int] | None, start: Path, config: RunConfig, batch: Batch) -> list[str]:
-    """Why losses from here on are not those of the run that wrote the checkpoint, and what would keep them.
-    `saved`: what the checkpoint keeps; None of an earlier release."""
+    """Why losses from here on differ from those of the run that wrote the checkpoint, and how to keep them.
+    `saved`: what the checkpoint records; None if an earlier release wrote it."""
     here, told = dealt(batch), []
     if not saved or saved == here:
         return []
@@ -35,18 +35,18 @@ def other_processes(saved: dict[str, int] | None, start: Path, config: RunConfig
         keeps, odd = divmod(saved["together"], batch.readers)
         now = f"{here['together']} now and {saved['together']} in {start}"
         kept = "" if odd else f" --per-device-batch-size {keeps} keeps them."
-        told.append(f"{what}, {now}: the losses from here on are others than without a stop.{kept}")
+        told.append(f"{what}, {now}: the losses from here on differ from those of an uninterrupted run.{kept}")
     if draws_answers(config) and saved["processes"] != here["processes"]:
         numbers = f"on {here['processes']} instead of {saved['processes']}"
-        told.append(f"Each process draws its answers by chance: {numbers} the run goes on with others.")
+        told.append(f"Each process samples its answers at random: {numbers}, the run continues with different answers.")
     return told
 
 
 def _compared(config: RunConfig) -> str:
-    """In which words a loss compares the rows of a micro-batch; nothing for one that does not."""
+    """How a loss compares the rows of a micro-batch, in words; empty for a loss that does not."""
     if isinstance(config, RlhfConfig):
         alone = config.rlhf_type != "kto" or config.loss_type == ["apo_zero_unpaired"]
-        return "" if alone else "The reference point of kto is a mean over the rows of a micro-batch of all processes"
+        return "" if alone else "The reference point of kto is a mean over rows of all processes' micro-batches"
     if isinstance(config, SftConfig) and config.task == "embedding" and loss_of(config) == INFONCE:
-        return "With --loss infonce a row is compared with those of a micro-batch of all processes"
+        return "With --loss infonce, a row is compared with the rows in the micro-batches of all processes"
     return ""

@@ -1,4 +1,4 @@
-"""How long rows are, for batches of rows of about one length."""
+"""The lengths of rows, for batches of rows of similar length."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ NO_TOKENS = ("token_type_ids", "position_ids")
 
 
 def lengths_of(rows: Any) -> list[int]:
-    """Of each row the number of its tokens. Rows of several texts (a prompt, two answers) count all of them.
+    """The number of tokens in each row, summed over its texts if it has several (a prompt, two answers).
 
     Args:
-        rows: of `datasets`, with columns of token ids, or `MediaRows`.
+        rows: a dataset with columns of token ids, or `MediaRows`.
 
     Raises:
         ConfigError: they have no token ids yet.

@@ -1,4 +1,4 @@
-"""The options about pictures, sounds and videos, as the data room takes them; and what a talker is to learn."""
+"""The options for images, audio and video, in the form that the data package takes; and what a talker is to learn."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ OF_FILES = (*LIMITS, "lost_files", "media_root", "allow_remote_media", "remote_m
 
 
 def check_media_root(config: RunConfig) -> None:
-    """Raise ConfigError for a --media-root in which no file can lie: every row would be told to be bad."""
+    """Raise ConfigError for a --media-root that cannot hold files: every row would be reported as bad."""
     root = Path(config.media_root).expanduser() if config.media_root is not None else None
     if root is not None and not root.is_dir():
         what = "is a file" if root.exists() else f"does not exist{_nearest(root)}"
         raise ConfigError(
-            f"--media-root {config.media_root} {what}.\nName the folder of the pictures, audio and video files."
+            f"--media-root {config.media_root} {what}.\nName the folder that holds the images, audio and video files."
         )
 
 
 def _nearest(folder: Path) -> str:
-    """The part of a path that is there."""
+    """The part of a path that exists."""
     there = next((parent for parent in folder.absolute().parents if parent.is_dir()), None)
     return f": there is {there}" if there is not None and there != Path("/") else ""
 
 
 def tell_other_parts(start: Path, processor: Any) -> None:
-    """Say what `other_parts` says."""
+    """Log the messages of `other_parts`."""
     for told in other_parts(start, processor):
         log.warning("%s", told)
 
 
 def other_parts(start: Path, processor: Any) -> list[str]:
-    """Where the run that wrote a checkpoint prepared files by other parts of the processor: that it did. transformers
-    has one of each kind with torchvision, and one without."""
+    """A message if the run that wrote a checkpoint prepared files with other classes of the processor. transformers has
+    one of each kind with torchvision, and one without."""
     saved, here = said_by_run(start).get(PARTS) or {}, file_parts(processor)
     odd = [f"{part} instead of {saved[name]}" for name, part in here.items() if saved.get(name, part) != part]
     return odd and [
-        f"Files are prepared by other classes than when {start} was written: {', '.join(odd)}. What the model gets of"
-        " the same file differs a little from there on. Which of them transformers takes depends on whether torchvision"
+        f"Files are prepared by other classes than when {start} was written: {', '.join(odd)}. The model's inputs from"
+        " the same file differ slightly from here on. Which of them transformers uses depends on whether torchvision"
         " is installed."
     ]
 
 
 def media_limits(config: RunConfig, processor: Any) -> Limits:
-    """What may be read, and the sampling rate that the model wants sounds at."""
+    """The limits on what may be read, and the sampling rate that the model expects for audio."""
     hears = getattr(processor, "feature_extractor", None)
     for pixels, tokens in EITHER:
         if None not in (getattr(config, pixels), getattr(config, tokens)):
@@ -84,13 +84,13 @@ def media_limits(config: RunConfig, processor: Any) -> Limits:
 
 
 def _square_of_token(config: RunConfig, processor: Any, bound: int) -> tuple[int, int]:
-    """Of what square of pixels the model gets a token, and how many it gets of a picture at least.
+    """The side in pixels of the square that becomes one token, and the least number of tokens per image.
 
     Raises:
-        ConfigError: its processor does not say it, or makes more tokens of every picture than the lowest `bound`.
+        ConfigError: its processor does not say, or makes more tokens from any image than the lowest `bound`.
     """
     if processor is tokenizer_of(processor):
-        return 1, 1  # it takes no files, which is told
+        return 1, 1  # it takes no files, which is reported elsewhere
     given = next(tokens for _, tokens in EITHER if getattr(config, tokens) is not None)
     said = square_of_token(processor)
     if said is None:
@@ -98,22 +98,22 @@ def _square_of_token(config: RunConfig, processor: Any, bound: int) -> tuple[int
             f"{flag(given)}: the processor of {config.model} does not say how many pixels a token has. Use"
             f" --max-pixels and --max-frame-pixels."
         )
-    if bound < 2 * said[1]:  # it scales the smallest ones up, and rounds up then
+    if bound < 2 * said[1]:  # it scales the smallest images up, and then rounds up
         raise ConfigError(
             f"{flag(given)} {bound}: the processor of {config.model} makes up to {2 * said[1]} tokens from the"
-            f" smallest picture."
+            f" smallest image."
         )
     return said
 
 
 def takes_files(model: str) -> bool:
-    """Whether the model in a folder or on the hub does."""
+    """Whether the model in a folder or on the hub takes files."""
     return model != TINY and processor_class(model) is not None
 
 
 def check_backbone(config: RunConfig, kind: str, source: str | None = None) -> None:
-    """Raise ConfigError for a model (by default --model) that takes files and cannot be asked for hidden states: before
-    its files are read, which may take long."""
+    """Raise ConfigError for a model (by default --model) that takes files but cannot return hidden states, before the
+    files are read, which may take long."""
     source = source or config.model
     if takes_files(source):
         load_model(source, config, kind, to_shard=True)
@@ -135,19 +135,19 @@ def files_taken(processing: Any) -> tuple[str, ...]:
 
 
 def warn_of_limits(config: RunConfig, processing: Any) -> None:
-    """Say which options are about files, where the model takes none. A plugin's may take some without a processor."""
+    """Warn about options for files if the model takes none. A plugin's model may take files without a processor."""
     if config.external_plugins or tokenizer_of(processing) is not processing:
         return
     defaults = type(config).model_fields
-    there = [name for name in OF_FILES if name in defaults]  # one is of sft
+    there = [name for name in OF_FILES if name in defaults]  # one of them exists only in sft
     given = [flag(name) for name in there if getattr(config, name) != defaults[name].default]
     if given:
-        log.warning("%s: no effect, as %s takes no pictures, audio or video.", ", ".join(given), config.model)
+        log.warning("%s: no effect, as %s takes no images, audio or video.", ", ".join(given), config.model)
 
 
 def check_options(config: SftConfig, streams: bool = False) -> None:
-    """Raise ConfigError for an option that models which take files do not have; `streams`: whether rows are read while
-    training."""
+    """Raise ConfigError for options that are not supported for models that take files; `streams`: whether rows are read
+    during training."""
     asked_for = (
         (streams, "streaming"),
         (config.truncation == "split", "truncation split"),
@@ -160,19 +160,19 @@ def check_options(config: SftConfig, streams: bool = False) -> None:
 
 
 def check_spoken(config: SftConfig, rows: Rows) -> None:
-    """Raise ConfigError where a talker is to learn, and no row that is trained on has codes of speech."""
+    """Raise ConfigError if a talker is to be trained, but no training row has speech codes."""
     if TALKER not in (config.train_parts or ()) or config.streaming:
         return
     family = family_of(_declared(config.model))
     if (family is None or family.codes) and not any(row.extra.get("codes") for row in rows):
         raise ConfigError(
-            "--train-parts talker needs rows with 'codes', those of the spoken answer, and none has them."
+            "--train-parts talker needs rows with 'codes', the codes of the spoken answer, but none has them."
         )
 
 
 def check_codes(model: str, rows: Rows) -> None:
-    """See that codes of speech are in the form that the talker of this model learns from, and of an answer that is
-    learnt.
+    """Check that speech codes are in the form that this model's talker learns from, and belong to an answer that is
+    trained on.
 
     Raises:
         DataError: some are not.
@@ -187,7 +187,7 @@ def check_codes(model: str, rows: Rows) -> None:
         codes = row.extra.get("codes")
         why = _wrong(codes, groups, known) if codes else None
         if codes and not why and not row.messages[-1].get("loss", True):
-            why = "'codes' belong to the last answer, which is not to be learnt: leave them out, or have it learnt"
+            why = "'codes' belong to the last answer, which is not trained on: leave them out, or train on that answer"
         if why:
             bad.append(BadRow(row.source, row.line, why))
     if bad:
@@ -195,12 +195,13 @@ def check_codes(model: str, rows: Rows) -> None:
 
 
 def _declared(model: str) -> dict[str, Any]:
-    """The config.json of a model folder; nothing where there is none."""
+    """The config.json of a model folder; empty if there is none."""
     return said_by(model, "config.json") if Path(model).expanduser().is_dir() else {}
 
 
 def _known(talker: Mapping[str, Any], groups: int | None) -> list[int | None]:
-    """How many codes a talker knows, by its config: one number, or one for each of a group. None: it does not say."""
+    """How many codes a talker knows, from its config: one number, or one for each code of a group. None if it does not
+    say."""
     if groups is None:
         return [talker.get("vocab_size")]
     first, rest = ((talker.get(part) or {}).get("vocab_size") for part in ("text_config", "code_predictor_config"))
@@ -208,14 +209,14 @@ def _known(talker: Mapping[str, Any], groups: int | None) -> list[int | None]:
 
 
 def _wrong(codes: Sequence[Any], groups: int | None, known: Sequence[int | None]) -> str | None:
-    """Why a talker that knows so many codes cannot learn these."""
+    """Why a talker that knows `known` codes cannot learn these; None if it can."""
     found = len(codes[0]) if isinstance(codes[0], list) else None
     if found != groups:
-        return f"'codes' holds {_codes(found)}, the talker says {_codes(groups)}"
+        return f"'codes' holds {_codes(found)}, but the talker expects {_codes(groups)}"
     for group in codes:
         for code, size in zip(group if groups else [group], known, strict=True):
             if size is not None and code >= size:
-                return f"'codes' holds {code}, and the talker knows those from 0 to {size - 1}"
+                return f"'codes' holds {code}, but the talker knows codes from 0 to {size - 1}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Rows of plain text for a model that knows conversations: as TRL has it, no chat template is put around them."""
+"""Plain-text rows for a chat model: as in TRL, no chat template is applied to them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ log = logging.getLogger("shardproof")
 
 
 def warn_of_plain(rows: Any, tokenizer: Any, columns: str) -> None:
-    """Say that a `prompt` is plain text, where the model has a chat template; `columns`: what --columns says to make
-    conversations of such rows. Of rows that are read while training nothing is said."""
+    """Warn if `prompt` is plain text but the model has a chat template; `columns`: the --columns that would turn such
+    rows into conversations. Rows read during training are not checked."""
     if not hasattr(rows, "__len__") or not len(rows) or not getattr(tokenizer, "chat_template", None):
         return
     first = rows[0]

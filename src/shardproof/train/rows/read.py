@@ -21,7 +21,7 @@ def read(
     """The rows to train on and those to evaluate on (or None), checked; imports nothing heavy. Arguments as of `_read`.
 
     Raises:
-        DataError: a file is missing, or a row is bad. ConfigError: an option names what no row has.
+        DataError: a file is missing, or a row is bad. ConfigError: an option names something that no row has.
     """
     found = _read(config, reader, form, trained)
     check_left_open(config.model_name, config.model_author, [*config.dataset, *config.val_dataset], *found)
@@ -29,8 +29,8 @@ def read(
 
 
 def _read(config: RunConfig, reader: Any, form: Form, trained: Any) -> tuple[Any, Any]:
-    """`form` is what rows look like once their open names are filled in and --row-format has converted them; `trained`
-    reads the rows to train on, where they are read in another way."""
+    """`form` is the form of rows once placeholders for names are filled in and --row-format has converted them;
+    `trained` reads the training rows if they need another reader."""
     if config.row_format:
         form = converted(form, config.row_format, load(config.external_plugins).find("row format", config.row_format))
     form = named(form, [*config.dataset, *config.val_dataset], config.model_name, config.model_author)

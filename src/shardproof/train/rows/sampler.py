@@ -1,4 +1,4 @@
-"""Which rows a rank reads: the same rows make a step, in the same order, whatever the number of processes."""
+"""Which rows a rank reads: a step consists of the same rows in the same order, whatever the number of processes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch.utils.data import DataLoader, Sampler
 
 from shardproof.train.options.batch import Batch, steps_of
 
-WINDOW = 50  # steps whose rows are sorted by length together, as in transformers
+WINDOW = 50  # steps whose rows are sorted together by length, as in transformers
 
 
 Chunk = TypeVar("Chunk")
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
-    """Deals the global batches of an epoch out to the ranks.
+    """Distributes the global batches of an epoch over the ranks.
 
-    An epoch is one permutation of the rows, drawn from seed and epoch alone; without a seed, the rows as they are.
-    Step k takes rows k * G to (k + 1) * G of it, G being the global batch; micro-batch j of rank r takes its part of
+    An epoch is one permutation of the rows that depends only on seed and epoch; without a seed, the rows in order. Step
+    k takes rows k * G to (k + 1) * G of it, where G is the global batch size; micro-batch j of rank r takes its part of
     these, and ranks that share rows take the same. The last step of an epoch is filled up from the start of the
-    permutation, or left out with `drop_last`. With `lengths`, one for each row, a step is of rows of about one length.
-    `told` hears which epoch begins, also where a run goes on in it.
+    permutation, or left out with `drop_last`. With `lengths`, one for each row, the rows of a step have similar
+    lengths. `told` is called with each epoch that begins, or that a run resumes in.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
 
 def by_length(order: Sequence[int], lengths: Sequence[int], size: int, generator: torch.Generator) -> list[int]:
-    """The same rows in steps of `size`, each of rows of about one length, steps in an order that is drawn.
+    """The same rows in steps of `size`, each with rows of similar length, in random order of steps.
 
-    Rows are sorted among those of `WINDOW` steps, fewer where there are few, so that epochs differ in who meets whom.
-    The step with the longest row comes first: if memory does not do, that is seen at once.
+    Rows are sorted within windows of `WINDOW` steps, or fewer if there are few, so that different rows meet in each
+    epoch. The step with the longest row comes first: if memory does not suffice, the run fails at once.
     """
     steps = len(order) // size
     window = size * max(min(steps // 4, WINDOW), 1)
@@ -95,9 +95,9 @@ class EpochLoader(DataLoader[Any]):
 
 
 def eval_batches(chunks: Sequence[Chunk], rank: int, world_size: int) -> list[tuple[Chunk, bool]]:
-    """Of the batches of one pass over the rows those for one rank, each with whether it counts.
+    """One rank's batches in a pass over the rows, each with whether it counts.
 
-    Every rank gets the same number, so that gathers meet: who has fewer repeats one that does not count.
+    Every rank gets the same number, so that gathers match: a rank with fewer repeats one that does not count.
     """
     mine = chunks[rank::world_size]
     most = -(-len(chunks) // world_size)

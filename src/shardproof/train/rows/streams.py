@@ -1,4 +1,4 @@
-"""A stream of rows as the Trainer reads it: each rank its part, from where a checkpoint was written on."""
+"""A stream of rows as the Trainer reads it: each rank reads its part, from the position of a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ else:
 
 log = logging.getLogger("shardproof")
 
-AHEAD = 32  # micro-batches that are ready
+AHEAD = 32  # micro-batches to prefetch
 
 
 class Told:
-    """What became of the rows that were read, and where bad ones are listed.
+    """What happened to the rows read so far, and where bad ones are listed.
 
     Attributes:
-        file: takes bad rows, each once; None on other ranks than the first.
+        file: lists bad rows, each once; None on all ranks but the first.
     """
 
     def __init__(self, file: Path | None = None) -> None:
         self.file, self.report, self.bad = file, EncodeReport(), 0
-        self._listed: set[int] | None = None  # hashes of the lines in the file, which may be large
+        self._listed: set[int] | None = None  # hashes of lines, since the file may be large
 
     def take(self, block: Block) -> None:
         self.report = self.report.plus(block.report)
@@ -48,7 +48,7 @@ class Told:
             self._list(block.bad, self.file)
 
     def _list(self, bad: list[BadRow], where: Path) -> None:
-        if self._listed is None:  # a run that goes on finds what it has listed before
+        if self._listed is None:  # a resumed run reads what it has listed before
             lines = where.read_text(encoding="utf-8").split("\n") if where.is_file() else []
             self._listed = set(map(hash, lines))
         with where.open("a", encoding="utf-8") as file:
@@ -61,12 +61,11 @@ class Told:
 
 
 class StreamLoader:
-    """Micro-batches of this rank, as many as the run takes, or as the stream has. What is read next is encoded by a
-    process beside.
+    """Micro-batches of this rank, until the run or the stream ends. A separate process encodes the next ones.
 
     Attributes:
-        position: where the stream is after the last micro-batch; set it to begin there.
-        told: what became of the rows so far.
+        position: position in the stream after the last micro-batch; set it to start there.
+        told: what happened to the rows so far.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class StreamLoader:
             collate_fn=_as_it_is,
             num_workers=int(self._beside),
             prefetch_factor=AHEAD if self._beside else None,  # while a block is encoded
-            generator=torch.Generator(),  # else it draws from the one of training
+            generator=torch.Generator(),  # otherwise it would draw from training's
             worker_init_fn=left_to_rank,
         )
         for found in loader:
@@ -101,12 +100,12 @@ class StreamLoader:
             yield inputs
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to know to go on."""
+        """What a checkpoint needs for resuming."""
         place = list(self.position.place)
         return {"place": place, "taken": self.position.taken, "report": asdict(self.told.report), "bad": self.told.bad}
 
     def go_on(self, state: dict[str, Any]) -> None:
-        """Begin where `state` was asked for."""
+        """Continue from the position at which `state` was taken."""
         self.position = Position(Place(*state["place"]), state["taken"])
         self.told.report, self.told.bad = EncodeReport(**state["report"]), state["bad"]
 
@@ -124,7 +123,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 class StreamMixin(Base):
-    """For trainers of commands: rows may be a stream, and a checkpoint knows where in it the run is."""
+    """For trainers of commands: rows may be a stream, and checkpoints record the position in it."""
 
     stream: StreamLoader | None = None
 
@@ -141,7 +140,7 @@ class StreamMixin(Base):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         found = super().get_batch_samples(*args, **kwargs)
-        if self.stream is not None and not found[0]:  # it has ended
+        if self.stream is not None and not found[0]:  # the stream has ended
             self.control.should_epoch_stop = True
         return found
 

@@ -1,1 +1,1 @@
-"""Supervised fine-tuning: the recipe, its losses, and the cheaper ways to them."""
+"""Supervised fine-tuning: the recipe, its losses, and cheaper ways to compute them."""

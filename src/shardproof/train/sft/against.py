@@ -1,4 +1,4 @@
-"""Losses and ways to them that do not go together; what each of these functions raises is a ConfigError."""
+"""Losses and implementations of them that cannot be combined; each of these functions raises ConfigError."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shardproof.train.options.config import SftConfig
 
 
 def check_spoken_loss(config: SftConfig) -> None:
-    """The loss of codes of speech is added to that of words in the model's own forward."""
+    """The model's own forward adds the loss on speech codes to the loss on text."""
     if TALKER not in (config.train_parts or ()):
         return
     if config.loss == "all":
         raise ConfigError(
             f"--loss all and --train-parts {TALKER}: a {TALKER} speaks the last answer, which starts after the"
-            f" tokens that are not learnt. Leave one of them out."
+            f" tokens that are not trained on. Leave one of them out."
         )
     others = {
         "--chunked-loss": config.chunked_loss,
@@ -33,7 +33,7 @@ def check_spoken_loss(config: SftConfig) -> None:
 
 
 def check_smoothing(config: SftConfig) -> None:
-    """Labels are smoothed in the causal loss of whole rows, which we compute."""
+    """Label smoothing is part of our own causal loss over full rows."""
     if not config.label_smoothing_factor:
         return
     against = {
@@ -47,7 +47,7 @@ def check_smoothing(config: SftConfig) -> None:
 
 
 def weighs(config: SftConfig) -> dict[str, object]:
-    """What does not go together with tokens that weigh more than others, and whether it is given."""
+    """The settings that cannot be combined with token weights, and whether each is given."""
     return {
         f"--loss {config.loss}": config.loss not in KINDS["loss"].built_in,
         f"--train-parts {TALKER}": TALKER in (config.train_parts or ()),
@@ -55,14 +55,14 @@ def weighs(config: SftConfig) -> dict[str, object]:
 
 
 def check_weights(config: SftConfig) -> None:
-    """Tokens are weighed in the causal loss, which we compute."""
+    """Token weights are part of our own causal loss."""
     if config.token_weights:
-        _refuse("--token-weights", weighs(config), "that loss weighs all tokens alike")
+        _refuse("--token-weights", weighs(config), "that loss gives all tokens the same weight")
         weights_named(config.token_weights)
 
 
 def check_balance(config: SftConfig) -> None:
-    """Experts are balanced by what routers give in the model's own forward, of whole rows."""
+    """The load-balancing term is computed from router outputs in the model's own forward, over full rows."""
     if not config.router_aux_loss_coef:
         return
     against = {
@@ -71,7 +71,7 @@ def check_balance(config: SftConfig) -> None:
         "--sequence-parallel": config.sequence_parallel > 1,
         f"--train-parts {TALKER}": TALKER in (config.train_parts or ()),
     }
-    _refuse("--router-aux-loss-coef", against, "that loss has no term that balances experts")
+    _refuse("--router-aux-loss-coef", against, "that loss has no load-balancing term")
     if config.checkpointing_reentrant:
         raise ConfigError(
             "--router-aux-loss-coef and --checkpointing-reentrant: router outputs have no gradient inside reentrant"
@@ -81,8 +81,8 @@ def check_balance(config: SftConfig) -> None:
 
 
 def check_laid_out_files(config: SftConfig) -> None:
-    """Of packed rows with files, and of parts of rows, the loss is computed from the hidden states that the head would
-    take."""
+    """For packed rows with files, and for parts of rows, the loss is computed from the hidden states before the
+    head."""
     against = {
         f"--loss {config.loss}": config.loss not in KINDS["loss"].built_in,
         "--metrics": config.metrics,
@@ -91,14 +91,14 @@ def check_laid_out_files(config: SftConfig) -> None:
         f"--train-parts {TALKER}": TALKER in (config.train_parts or ()),
     }
     if config.packing:
-        _refuse("--packing", against, "of packed rows with files there are no logits, only the loss of words")
+        _refuse("--packing", against, "packed rows with files have no logits, only the loss on text")
     if config.sequence_parallel > 1:
-        why = "of parts of rows with files there are no logits, only the loss of words"
+        why = "parts of rows with files have no logits, only the loss on text"
         _refuse("--sequence-parallel", against, why)
 
 
 def _refuse(option: str, against: Mapping[str, object], why: str) -> None:
-    """Raise ConfigError for an option that does not go with one of these which is given."""
+    """Raise ConfigError if one of these is given, with which the option cannot be combined."""
     for other, given in against.items():
         if given:
             raise ConfigError(f"{option} and {other}: {why}. Leave one of them out.")

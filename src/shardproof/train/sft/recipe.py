@@ -1,7 +1,7 @@
-"""Supervised fine-tuning, from top to bottom: prepare once, then train on every rank.
+"""Supervised fine-tuning from start to finish: prepare once, then train on every rank.
 
-`prepare` finds everything a user may have got wrong and needs no process group; `train` is what each rank
-does with the result.
+`prepare` checks everything a user may have got wrong, and needs no process group; `train` runs on each rank with its
+result.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 
 
 def check(config: SftConfig, world_size: int) -> Batch:
-    """What can be known from the options alone; imports nothing heavy."""
+    """Check what the options alone can tell; imports nothing heavy."""
     check_columns(config.columns, SFT_FIELDS)
     if TALKER in (config.train_parts or ()) and config.enable_audio_output is False:
         raise ConfigError(
-            "--train-parts talker: with --enable-audio-output no there is no talker. Leave one of them out."
+            "--train-parts talker: with --enable-audio-output no, there is no talker. Leave one of them out."
         )
     if config.metrics and not config.holds_out:
         raise ConfigError("--metrics needs rows to evaluate on: add --val-dataset or --val-split.")
@@ -98,10 +98,10 @@ def read(config: SftConfig) -> tuple[Any, Any]:
 
 
 def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Prepared:
-    """Make the tokenizer and the output folder, encode the rows that `read` gave.
+    """Load the tokenizer, create the output folder, and encode the rows from `read`.
 
     Raises:
-        ConfigError, DataError: everything a user can put right, found before any process is started.
+        ConfigError, DataError: errors that a user can fix, found before any process is started.
     """
     batch = check(config, world_size)
     told = "the loss, and what --metrics " + ("and --answer-metrics name" if config.predict_with_generate else "names")
@@ -122,20 +122,20 @@ def prepare(config: SftConfig, world_size: int, rows: Any, val_rows: Any) -> Pre
 
 
 def _check_terms(config: SftConfig) -> None:
-    """Of a model of text whose config says that its loss has a term beside; any other one is tried at the first step.
-    A config may also have what its class does not know, and no model looks at."""
+    """Raise ConfigError for a text model whose config adds a term to its loss; other models are tested at the first
+    step. A config may also have entries that its class does not know and no model reads."""
     found = declared(config)
     weighs = getattr(found, "output_router_logits", False) and getattr(found, "router_aux_loss_coef", 0)
     if weighs and hasattr(type(found)(), "output_router_logits"):
         option = "--chunked-loss" if config.chunked_loss else "--sequence-parallel"
         raise ConfigError(
-            f"{option} computes the cross entropy alone, and the loss of {config.model} has a load-balancing term"
+            f"{option} computes the cross entropy alone, but the loss of {config.model} has a load-balancing term"
             f" for its experts (output_router_logits in config.json).\nLeave {option} out, or set that to false."
         )
 
 
 def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
-    """What is learnt of the rows; its `report` says what became of them."""
+    """The encoded rows to train on; their `report` says what happened to them."""
     from shardproof.data.encoding.beside import as_many_as_help
     from shardproof.data.encoding.encode import encode_rows
     from shardproof.data.encoding.pack import PackedMediaRows, pack_rows
@@ -183,7 +183,7 @@ def encode(config: SftConfig, rows: Any, processing: Any) -> Any:
 
 
 def _decided(config: SftConfig) -> dict[str, Any]:
-    """What decides how much of a row is learnt, by the names of options."""
+    """What decides which tokens of a row are trained on, by option name."""
     weights = {"token_weights": contents(config.token_weights)} if config.token_weights else {}
     return {"loss": _learnt(config), **weights}
 
@@ -208,7 +208,7 @@ def _encoded_later(config: SftConfig, rows: Any, tokenizer: Any) -> Any:
 
 
 def media_encoder(config: SftConfig, processor: Any) -> MediaEncoder:
-    """What rows with files are read by."""
+    """The encoder for rows with files."""
     from shardproof.data.media.encode import MediaEncoder
 
     limits, loss, weights = media_limits(config, processor), _learnt(config), weights_named(config.token_weights)
@@ -216,12 +216,13 @@ def media_encoder(config: SftConfig, processor: Any) -> MediaEncoder:
 
 
 def _learnt(config: SftConfig) -> Any:
-    """What of a row is learnt: the answers, with a plugin's loss, too."""
+    """What is trained on in a row; with a plugin's loss, the answers."""
     return config.loss if config.loss in KINDS["loss"].built_in else "answer"
 
 
 def collator(prepared: Prepared, model: Any) -> Any:
-    """From rows to a batch; where ranks share rows, with what each token of this rank's part is to predict."""
+    """The function that collates rows; if ranks share rows, it adds what each token of this rank's part is to
+    predict."""
     from shardproof.train.losses.packed_files import packed_labels
     from shardproof.train.model.shared_rows import shared_rows_of
 
@@ -265,7 +266,7 @@ def _collate_whole(prepared: Prepared, model: Any) -> Any:
 
 
 def _few(prepared: Prepared) -> Any:
-    """Of rows with files that are packed or in parts, what to try a model on; otherwise None."""
+    """Rows to test a model on, if rows with files are packed or split; otherwise None."""
     from shardproof.data.encoding.pack import PackedMediaRows
     from shardproof.data.media.rows import MediaRows
 
@@ -276,7 +277,7 @@ def _few(prepared: Prepared) -> Any:
 
 
 def _has_weights(prepared: Prepared) -> bool:
-    """Whether a turn of the rows has a weight; of a stream that is not known before."""
+    """Whether any turn in the rows has a weight; not known in advance for a stream."""
     rows = getattr(prepared.rows, "unpacked", prepared.rows)
     return WEIGHTS in getattr(getattr(rows, "encoded", rows), "column_names", ())
 
@@ -292,7 +293,7 @@ def import_libraries(config: SftConfig) -> None:
 def train(prepared: Prepared, view: View, write: Write | None = None, signals: Sequence[int] = ()) -> int:
     """Train on this rank and save. Collective: every rank of the process group calls it.
 
-    Any of `signals` ends training after the step it comes in, and the weights of that step are saved.
+    Any of `signals` ends training after the current step, whose weights are saved.
 
     Returns: the signal that ended training, or 0.
     """
@@ -312,7 +313,7 @@ def train(prepared: Prepared, view: View, write: Write | None = None, signals: S
     model = in_bits(model, config)
     if config.fp8:
         in_fp8(model)
-    model = with_adapters(model, without_lacking(config, anatomy(model).parts))  # a plugin's model is asked here
+    model = with_adapters(model, without_lacking(config, anatomy(model).parts))  # a plugin's model is checked here
     if prepared.processing is not prepared.tokenizer:
         check_reached(model, prepared.rows.rows)
 

@@ -1,1 +1,1 @@
-"""What looks on while a run trains, and what is written of it."""
+"""What observes a training run, and what is recorded about it."""

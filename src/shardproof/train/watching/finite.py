@@ -1,7 +1,7 @@
-"""A run whose loss or gradients stay NaN or infinite ends, and weights of such steps are not written.
+"""Ends a run whose loss or gradients stay NaN or infinite, and keeps weights of such steps from being written.
 
-[Note: when it is known] What a step came to lies on the device, and the host does not wait for it. So steps are counted
-there, and the count is read with what is logged anyway, and before weights are written.
+[Note: when it is known] The results of a step are on the device, and the host does not wait for them. So such steps are
+counted on the device, and the count is read when something is logged anyway, and before weights are written.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shardproof")
 
-LIMIT = 3  # steps in a row that end a run
-SHOWN = 8  # rows in the text of an error
+LIMIT = 3  # consecutive bad steps that end a run
+SHOWN = 8  # rows shown in an error
 
 
 class Counts(NamedTuple):
     """Steps whose loss or gradient norm was not finite.
 
     Attributes:
-        in_a_row: up to the last step.
-        since_log: since the last log.
-        last: whether the last step was one, and the optimizer took it.
+        in_a_row: consecutive ones up to the last step.
+        since_log: those since the last log.
+        last: whether the last step was one, and the optimizer applied it.
     """
 
     in_a_row: int = 0
@@ -42,18 +42,18 @@ class Counts(NamedTuple):
 
     @classmethod
     def of_ranks(cls, rows: Iterable[Sequence[float]]) -> Counts:
-        """A loss is a rank's own, and all ranks have to come to one end."""
+        """Each rank has its own loss, but all ranks must reach the same decision."""
         return cls(*(int(max(column)) for column in zip(*rows, strict=True)))
 
 
 class FiniteSteps(TrainerCallback):
     """Counts such steps on this rank, and ends the run on all ranks after `LIMIT` of them in a row.
 
-    A step that a loss scale leaves out is in good order, in fp16: its gradients do not count.
+    A step that the fp16 loss scaler skips is fine: its gradients do not count.
 
     Attributes:
-        norm: of the gradients of the step, or None.
-        known: what all ranks had counted at the last log.
+        norm: the gradient norm of the step, or None.
+        known: the counts over all ranks at the last log.
     """
 
     def __init__(self, trainer: CommandMixin) -> None:
@@ -63,7 +63,7 @@ class FiniteSteps(TrainerCallback):
         self._counts = torch.zeros(len(Counts._fields), device=device)
 
     def add(self, loss: torch.Tensor) -> None:
-        """The loss of a micro-batch."""
+        """Add the loss of a micro-batch."""
         self._loss = self._loss + loss.detach().reshape(())
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
@@ -99,10 +99,10 @@ class FiniteSteps(TrainerCallback):
     # --- before weights are written -------------------------------------------------------------------
 
     def allows_checkpoint(self) -> bool:
-        """Whether the weights of now may go into a checkpoint. Every rank asks.
+        """Whether the current weights may go into a checkpoint. Every rank calls it.
 
         Raises:
-            NonFiniteError: nor will any that follow.
+            NonFiniteError: the run must end, since no later weights may either.
         """
         counts, finite = self._now()
         if not finite or counts.in_a_row >= LIMIT:
@@ -112,13 +112,13 @@ class FiniteSteps(TrainerCallback):
         return not counts.last
 
     def check_end(self) -> None:
-        """Raise NonFiniteError if the weights of now are not to be what a run has learnt. Every rank asks."""
+        """Raise NonFiniteError if the current weights must not be a run's result. Every rank calls it."""
         counts, finite = self._now()
         if not finite or counts.last or counts.in_a_row >= LIMIT:
             raise self._error(counts)
 
     def check_weights(self) -> None:
-        """Raise NonFiniteError if what is about to write answers is not finite. Every rank asks."""
+        """Raise NonFiniteError if the weights that are to generate answers are not finite. Every rank calls it."""
         counts, finite = self._now()
         if not finite:
             raise self._error(counts)
@@ -136,7 +136,7 @@ class FiniteSteps(TrainerCallback):
         if not step:
             return NonFiniteError(
                 "The model holds weights that are not finite (NaN or infinite) before the first step.\n"
-                "Take another copy of it; 'shardproof doctor' names these weights."
+                "Use another copy of it; 'shardproof doctor' names these weights."
             )
         what = f"The weights are not finite (NaN or infinite) after step {step}"
         if counts.in_a_row:
@@ -149,12 +149,12 @@ class FiniteSteps(TrainerCallback):
         *advice, last = self._advice(bool(rows))
         lines.append(f"What may help: {', '.join(advice)}, and {last}.")
         if began == 1:
-            lines.append("It began with the first step: 'shardproof doctor' says whether the model itself is finite.")
+            lines.append("It began with the first step: 'shardproof doctor' checks whether the model itself is finite.")
         return NonFiniteError("\n".join([*lines, self._left()]))
 
     def _advice(self, rows: bool) -> list[str]:
         args, scaler = self._trainer.args, self._trainer.accelerator.scaler
-        clips = f"below {args.max_grad_norm:g}" if args.max_grad_norm else "1, for gradients are not clipped"
+        clips = f"below {args.max_grad_norm:g}" if args.max_grad_norm else "1, as gradients are not clipped"
         return [
             f"a --learning-rate below {args.learning_rate:g}",
             *(["--precision bf16 in place of fp16"] if scaler is not None else []),
@@ -163,7 +163,7 @@ class FiniteSteps(TrainerCallback):
         ]
 
     def _left(self) -> str:
-        """Where weights are from before."""
+        """Where earlier weights are."""
         self._trainer.finish_saving()
         args, begun_from = self._trainer.args, self._trainer.begun_from
         found = complete(Path(args.output_dir))

@@ -1,4 +1,4 @@
-"""A step that is logged has ranks meet once."""
+"""Ranks communicate only once for a logged step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ else:
 
 
 class LogsOnce(Base):
-    """The part of a trainer that has the loss of a log, its operations and what is recorded go together."""
+    """The part of a trainer that sends the loss, the number of operations and the recorded figures in one exchange."""
 
-    current_flos: float  # of Trainer, which does not say so
+    current_flos: float  # an attribute of Trainer, which does not declare it
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        """Trainer's, but for a log."""
+        """Trainer's, except for logging."""
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._log_step(tr_loss, grad_norm, kwargs.get("learning_rate"))
         if self.control.should_evaluate or self.control.should_save:

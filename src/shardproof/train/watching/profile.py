@@ -1,4 +1,4 @@
-"""--profile: a trace of a few steps on each rank, by torch's profiler, in which gathers and reductions have names."""
+"""--profile: a trace of a few steps on each rank by torch's profiler, with named gathers and reductions."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ START, WAIT = "start: ", "wait: "
 
 
 class Named:
-    """Watches an engine, and tells the profiler what it does."""
+    """Watches an engine, and reports its operations to the profiler."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.watcher: Watcher | None = engine.watcher  # who has watched it so far
+        self.watcher: Watcher | None = engine.watcher  # the previous watcher
         engine.watcher = self
 
     def end(self) -> None:
@@ -58,16 +58,16 @@ class Named:
 
 
 def _name(flat: Flat, operation: int) -> str:
-    """Such as "gather layers.3 #7"; the number tells the buffers of a unit apart."""
+    """For example "gather layers.3 #7"; the number distinguishes the buffers of a unit."""
     return f"{'reduce' if operation % 2 else 'gather'} {flat.unit.name} #{flat.index}"
 
 
 class Profiler(TrainerCallback):
-    """Traces so many steps, late enough that plans are made and memory is taken, and writes them to the run folder.
+    """Traces `steps` steps, once plans are made and memory is allocated, and writes the trace to the run folder.
 
     Args:
-        folder: of the run.
-        steps: how many.
+        folder: the run folder.
+        steps: how many steps to trace.
     """
 
     def __init__(self, folder: Path, steps: int) -> None:
@@ -82,7 +82,7 @@ class Profiler(TrainerCallback):
         left = state.max_steps - state.global_step
         active = max(1, min(self.steps, left - 1))
         wait = max(0, min(WARM + 1, left - active - 1))
-        self._profiler = torch.profiler.profile(  # of all that torch can trace here: not every accelerator
+        self._profiler = torch.profiler.profile(  # of what torch can trace: not every accelerator
             schedule=torch.profiler.schedule(wait=wait, warmup=1, active=active, repeat=1),
             on_trace_ready=lambda profiler: self._write(profiler, engine.comm.rank),
         )
@@ -105,16 +105,16 @@ class Profiler(TrainerCallback):
             trace["traceEvents"] += in_flight(trace["traceEvents"], rank)
             with gzip.open(file, "wt", encoding="utf-8", compresslevel=5) as out:
                 json.dump(trace, out, separators=(",", ":"))
-        except OSError as error:  # as of a timeline, see there
+        except OSError as error:  # as for a timeline, see there
             with suppress(OSError):
                 file.unlink()
             log.warning("%s cannot be written: %s", file, error.strerror or error)
 
 
 def in_flight(events: list[dict[str, Any]], rank: int) -> list[dict[str, Any]]:
-    """A track of its own for each gather and reduction, from when it was wanted until it was taken.
+    """A separate track for each gather and reduction, from the request until its result is used.
 
-    On the CPU data is moved by threads that the profiler does not see: their spans are made of both ends.
+    On the CPU, threads that the profiler does not see move the data: their spans are built from start and end.
     """
     own = [event for event in events if str(event.get("name", "")).startswith((START, WAIT)) and "dur" in event]
     wanted: dict[str, deque[float]] = defaultdict(deque)

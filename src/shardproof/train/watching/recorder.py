@@ -1,4 +1,4 @@
-"""What each rank counts while it trains: bytes on the wire, seconds spent waiting, memory, and one step in detail."""
+"""What each rank records during training: bytes sent, seconds spent waiting, memory, and one step in detail."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
     from shardproof.parallel.sequence import SequenceParallel
     from shardproof.zero.schedule.engine import Engine
 
-EACH = 16  # of more ranks than this, the least, the middle and the most are recorded
-WARM = 10  # the step whose timeline is kept: plans are made by then, memory has been taken
-# Of tokens that a model is given, in the words of transformers and TRL. Others are of pixels and sounds, or of prompts
-# that the rows of these masks begin with.
+EACH = 16  # with more ranks than this, only the minimum, median and maximum are recorded
+WARM = 10  # the step whose timeline is kept: by then, plans are made and memory is allocated
+# Masks of the tokens that a model gets, by their names in transformers and TRL. Other masks are for pixels and audio,
+# or for prompts that are already part of these rows.
 MASKS = ("attention_mask", "chosen_attention_mask", "rejected_attention_mask", "KL_attention_mask")
-OF_PROMPTED = ("prompt_mask", "completion_mask")  # where there are none of these
+OF_PROMPTED = ("prompt_mask", "completion_mask")  # used if there are none of the above
 NAMES = ("tokens", "seconds", "memory", "held", "gathered", "reduced", "away", "attention", "waited", "met")
 
 
 class Recorder(TrainerCallback):
-    """Counts what this rank does from log to log, and records one step in detail.
+    """Counts what this rank does between logs, and records one step in detail.
 
     Args:
-        folder: where the timeline of the step goes; without one there is none.
+        folder: where to write the timeline of the step; None writes none.
 
     Attributes:
-        sequence: the ranks with which this one shares rows, if it does.
-        ranks: of the last log what each rank did, by name, in the order of the ranks; see `across`.
-        began: when the run began, on the clock of `time.perf_counter`, as if it had never been interrupted.
+        sequence: the ranks that share rows with this one, if any.
+        ranks: what each rank did up to the last log, by name, in the order of the ranks; see `across`.
+        began: when the run began, in terms of `time.perf_counter`, as if it had never been interrupted.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -54,7 +54,7 @@ class Recorder(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         engine: Engine | None = getattr(model, "__dict__", {}).get("_shardproof")
         if engine is not None:
-            known: Any = engine.streams.engines.values()  # with those of a reference, a teacher ...
+            known: Any = engine.streams.engines.values()  # including those of a reference, a teacher ...
             self.engines = list(known)
         self.step_to_watch = min(state.global_step + WARM, state.max_steps)
         self._before = self._counted()
@@ -62,19 +62,20 @@ class Recorder(TrainerCallback):
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
-        """Around an evaluation or a checkpoint, in which nothing is learnt: its seconds and bytes are no step's."""
+        """Around an evaluation or a checkpoint, during which nothing is trained: its seconds and bytes are not
+        counted."""
         begun = self._counted()
         yield
         parts = zip(self._before, self._counted(), begun, strict=True)
         self._before = tuple(before + now - then for before, now, then in parts)
 
     def seconds(self) -> tuple[float, float]:
-        """Of the run, and of them those of training since the last log."""
+        """The seconds since the run began, and those of training since the last log."""
         now = time.perf_counter()
         return now - self.began, now - self._before[0]
 
     def go_on(self, run: float, since_log: float) -> None:
-        """As if so many seconds lay before `on_train_begin`."""
+        """Count as if these seconds had passed before `on_train_begin`."""
         self.began -= run
         self._before = self._before[0] - since_log, *self._before[1:]
 
@@ -106,7 +107,7 @@ class Recorder(TrainerCallback):
         return time.perf_counter(), gathered, reduced, away, attention, waited, met
 
     def take(self, tokens: float) -> list[float]:
-        """What this rank did since the last call, in the order of `NAMES`. Bytes and seconds."""
+        """What this rank did since the last call, in the order of `NAMES`, in bytes and seconds."""
         now = self._counted()
         seconds, *moved, waited, met = (a - b for a, b in zip(now, self._before, strict=True))
         self._before = now
@@ -115,8 +116,8 @@ class Recorder(TrainerCallback):
 
 
 def across(table: Sequence[Sequence[float]]) -> dict[str, list[float]]:
-    """What the ranks did, by name: of each rank in order, or of more than `EACH` of them the least, the middle and the
-    most, with `of`, their number. `table` holds what `Recorder.take` gave on each."""
+    """What the ranks did, by name: a value for each rank in order or, with more than `EACH` ranks, the minimum, median
+    and maximum, and their number as `of`. `table` holds what `Recorder.take` returned on each."""
     columns = dict(zip(NAMES, ([float(value) for value in column] for column in zip(*table, strict=True)), strict=True))
     parts = zip(columns.pop("tokens"), columns["seconds"], strict=True)
     rates = [tokens / max(took, 1e-9) for tokens, took in parts]
@@ -128,7 +129,7 @@ def across(table: Sequence[Sequence[float]]) -> dict[str, list[float]]:
 
 
 def tokens_in(inputs: dict[str, Any]) -> int | torch.Tensor:
-    """The tokens of a batch that are no padding; a number that lies where its masks do, so that the host need not wait
+    """The number of tokens in a batch that are not padding, on the device of its masks, so that the host need not wait
     for an accelerator."""
     if "attention_mask" not in inputs and "position_ids" in inputs:
         return tokens_in_packed(inputs["position_ids"])

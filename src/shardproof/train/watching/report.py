@@ -1,4 +1,4 @@
-"""What the Trainer logs, as the records that a run leaves in metrics.jsonl and shows while it runs."""
+"""Turns what the Trainer logs into the records that a run writes to metrics.jsonl and shows while it runs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from shardproof.train.log_file import LogFile
 from shardproof.train.watching.recorder import Recorder
 from shardproof.train.watching.view import View, Write
 
-# What is recorded under a name of ours, or says nothing about the run.
+# Figures that are recorded under our own names, or that say nothing about the run.
 _NAMED = {"loss", "grad_norm", "learning_rate", "tokens", "memory", "epoch", "num_tokens", "step_time", "total_flos"}
 
 
 class Reporter(TrainerCallback):
-    """Turns the Trainer's log into records, for the file and for who watches. Rank 0 only.
+    """Turns the Trainer's log into records, for the file and the view. Rank 0 only.
 
     Attributes:
-        recorder: the trainer's, which has what each rank did.
+        recorder: the trainer's recorder, which has each rank's figures.
     """
 
     def __init__(self, write: Write, view: View, answers: LogFile | None = None) -> None:
@@ -59,7 +59,7 @@ class Reporter(TrainerCallback):
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        """Trainer's own evaluations call it behind each batch."""
+        """Trainer's own evaluations call it after each batch."""
         self._predicted += 1
         if has_length(eval_dataloader):
             self.evaluated(self._predicted, len(eval_dataloader))
@@ -68,11 +68,11 @@ class Reporter(TrainerCallback):
         self._predicted = 0
 
     def evaluated(self, done: int, total: int) -> None:
-        """How many batches of an evaluation are through."""
+        """Report how many batches of an evaluation are done."""
         self.view.evaluated(done, total)
 
     def generated(self, logs: Mapping[str, Any]) -> None:
-        """What was generated since the last log, in which steps, and what it was worth, as TRL's trainers keep it."""
+        """Record the completions since the last log, with steps and rewards, in the form that TRL's trainers keep."""
         if not logs["completion"]:
             return
         rewards: Mapping[str, Any] = logs["rewards"]
@@ -89,7 +89,7 @@ class Reporter(TrainerCallback):
         self._write_down(records)
 
     def answered(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """What the rows of an evaluation were answered, and what that is worth."""
+        """Record the answers to the rows of an evaluation, and their scores."""
         if records:
             self._write_down([{"step": step, **record} for record in records])
 
@@ -108,5 +108,5 @@ def tells(name: str) -> bool:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no word for NaN: a reward function had nothing to say."""
+    """None for NaN, which JSON does not have: the reward function did not apply."""
     return round(value, 6) if value == value else None

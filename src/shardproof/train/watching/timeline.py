@@ -1,4 +1,4 @@
-"""The timeline of one step on one rank: what was computed, moved and waited for, and when."""
+"""The timeline of one step on one rank: what was computed, transferred and waited for, and when."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shardproof")
 
-MOST = 5000  # of each kind; a generation has a forward for each token
+MOST = 5000  # events of each kind; generation has a forward for each token
 
 
 class Timeline:
-    """Watches one step of an engine, through hooks that are gone after it.
+    """Watches one step of an engine, through hooks that are removed afterwards.
 
-    What is computed is told by forwards of units, gradients that arrive at their outputs, and the optimizer's step:
-    the backward of a unit lasts until its gradients are handed over, or the next one begins.
+    Computation is tracked by the forwards of units, the gradients that arrive at their outputs, and the optimizer's
+    step: the backward of a unit lasts until its gradients are handed over, or the next one begins.
 
     Args:
-        engine: of the model that is trained.
-        optimizer: torch's own, which updates it.
+        engine: the engine of the trained model.
+        optimizer: the torch optimizer that updates the model.
     """
 
     def __init__(self, engine: Engine, optimizer: Any) -> None:
         self.engine, self.optimizer, self.rank = engine, optimizer, engine.comm.rank
-        self.watcher: Watcher | None = None  # who has watched the engine so far, and goes on afterwards
+        self.watcher: Watcher | None = None  # the previous watcher, restored afterwards
         self.clock = Clock(engine.comm.device)
         self.computed: list[tuple[str, str, Any, Any]] = []  # kind, unit, from, to
         self.moved: list[tuple[str, str, int, Any, Any, Any]] = []  # kind, unit, bytes, wanted, waited from, taken
         self.met: list[tuple[str, Any, Any]] = []  # what for, from, to
         self._handles: list[Any] = []
         self._wanted: dict[int, deque[tuple[str, int, Any]]] = defaultdict(deque)
-        self._doing: list[tuple[str, str]] = []  # forwards under way, the innermost last
+        self._doing: list[tuple[str, str]] = []  # current forwards, innermost last
         self._backward: tuple[str, str] | None = None
         self._now: tuple[str, str] | None = None
         self._since: Any = None
@@ -67,7 +67,7 @@ class Timeline:
     def _hooks(self, unit: Unit, module: torch.nn.Module) -> list[Any]:
         def before(module: torch.nn.Module, args: Any) -> None:
             outermost = "forward" if torch.is_grad_enabled() else "inference"
-            kind = self._doing[-1][0] if self._doing else outermost  # reentrant checkpointing runs blocks without
+            kind = self._doing[-1][0] if self._doing else outermost  # reentrant checkpointing: no gradients
             self._enter("recompute" if in_backward() else kind, unit.name)
 
         def after(module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -76,7 +76,7 @@ class Timeline:
             if tensor is not None:
                 tensor.register_hook(lambda gradient: self._begin_backward(unit.name))
 
-        if "torch._dynamo" in sys.modules:  # a compiled block has its hooks traced, and then no moment is marked
+        if "torch._dynamo" in sys.modules:  # otherwise a compiled block traces its hooks, and no time is recorded
             before, after = torch.compiler.disable(before), torch.compiler.disable(after)
         # After the engine has gathered, and before it releases.
         return [module.register_forward_pre_hook(before), module.register_forward_hook(after, prepend=True)]
@@ -101,7 +101,7 @@ class Timeline:
         self._turn_to(self._doing[-1] if self._doing else self._backward)
 
     def _begin_backward(self, unit: str) -> None:
-        if self.started is None:  # of a graph that outlives the step
+        if self.started is None:  # a graph that outlives the step
             return
         self._doing.clear()  # a recomputation that was cut short
         self._backward = ("backward", unit)
@@ -143,7 +143,7 @@ class Timeline:
     # --- the end ---------------------------------------------------------------------------------
 
     def end(self, file: Path) -> None:
-        """Stop watching, and write what was seen: seconds since the step began."""
+        """Stop watching, and write the events, with times in seconds since the step began."""
         self._doing, self._backward = [], None
         self._turn_to(None)
         self.engine.watcher = self.watcher
@@ -166,14 +166,14 @@ class Timeline:
         }
         try:
             file.write_text(json.dumps(told, separators=(",", ":")) + "\n", encoding="utf-8")
-        except OSError as error:  # a disk that is full: what one looks at afterwards does not end a run
+        except OSError as error:  # such as a full disk: a timeline is not worth ending a run
             with suppress(OSError):
                 file.unlink()
             log.warning("%s cannot be written: %s", file, error.strerror or error)
 
 
 def _first_with_gradient(output: Any) -> torch.Tensor | None:
-    """The first tensor of an output through which a gradient will come."""
+    """The first tensor of an output that will receive a gradient."""
     if isinstance(output, torch.Tensor):
         return output if output.requires_grad else None
     parts = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()

@@ -1,4 +1,4 @@
-"""Who watches a run, and where its records go."""
+"""The interface to whatever shows a run, and to where its records go."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class View(Protocol):
-    """What watches a run: `record` holds what a line of metrics.jsonl holds, or one of completions.jsonl."""
+    """Something that shows a run: `record` is a line of metrics.jsonl or completions.jsonl."""
 
     def begin(self, steps: int, done: int = 0) -> None: ...
     def logged(self, record: dict[str, Any]) -> None: ...
