@@ -193,7 +193,7 @@ def test_what_adapters_began_with_is_written_and_read_as_other_weights_are(tmp_p
     assert file.stat().st_mode == said.stat().st_mode
     check_begun(config, tmp_path / "checkpoint-2")
     large = get_peft_model(tiny("Llama"), LoraConfig(r=8, target_modules=["q_proj"]))
-    with pytest.raises(ConfigError, match=r"q_proj.lora_A.weight is of shape \(4, 16\) in the file of what adapters"):
+    with pytest.raises(ConfigError, match=r"q_proj.lora_A.weight has shape \(4, 16\) in the file of initial adapters"):
         begin_adapters(large, config, [tmp_path / "checkpoint-2"])
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(ConfigError, match=r"begun-adapters.safetensors is truncated"):

@@ -162,8 +162,8 @@ def test_when_it_ends(metric: str, values: list[float], ends: bool) -> None:
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"keep_best": True}, "--keep-best looks at evaluations"),
-        ({"early_stop": 1}, "--early-stop looks at evaluations"),
+        ({"keep_best": True}, "--keep-best needs evaluations during training"),
+        ({"early_stop": 1}, "--early-stop needs evaluations during training"),
         ({"best_metric": "accuracy"}, "add one of them"),
         ({"keep_best": True, "eval_steps": 2, "val_split": 0.5}, "Give --save-steps 2"),
         ({"keep_best": True, "eval_steps": 2, "val_split": 0.5, "save_steps": 4}, "Give --save-steps 2"),

@@ -40,7 +40,7 @@ def test_commands_refuse_it_and_name_the_tasks(commands, sft, encoder: Path, tmp
         assert run.code == (1 if name == "doctor" else 2), run.output
         told = f"The model {encoder} (bert) is an encoder: each token sees later ones"
         assert told.replace(" ", "") in said.replace(" ", ""), run.output  # a table cuts a long path
-        assert "with --task embedding, --task seq_cls or --task reranker" in said
+        assert "--task embedding, --task seq_cls or --task reranker" in said
         assert "encoded" not in said
         assert not run.folder.exists()
 
