@@ -22,8 +22,8 @@ import aside
 from distributed.pool import Pools
 
 SLOW_LIMIT = 3600  # seconds; for other tests pyproject.toml says it
-# Every ninth case of a sampled test runs. Stages come in fours, so all of them have their turn; of four cases, stage 3.
-SAMPLED, FIRST = 9, 3
+# Every thirteenth case of a sampled test runs. Stages come in fours, so all of them have their turn; of four cases, stage 3.
+SAMPLED, FIRST = 13, 3
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -212,7 +212,7 @@ class Fused(torch.optim.SGD):
 def test_an_optimizer_that_steps_inside_of_backward_is_refused(tmp_path):
     run = trainer(tmp_path, 3)
     run.optimizer = Fused(run.model.parameters())
-    with pytest.raises(ConfigError, match="Fused changes weights inside of backward"):
+    with pytest.raises(ConfigError, match="Fused changes weights inside backward"):
         run.train()
 
 

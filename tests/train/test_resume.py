@@ -636,7 +636,7 @@ def test_options_that_make_something_else_of_the_rows_are_told(
     for told in ("system Be brief. instead of None", "loss all instead of answer", "chat_template"):
         assert told in caplog.text
     assert "packing True instead of False" in written.refusal(packing=True)
-    assert "was written with --optimizer adamw, and --optimizer lion keeps" in written.refusal(optimizer="lion")
+    assert "was written with --optimizer adamw, but --optimizer lion keeps" in written.refusal(optimizer="lion")
 
 
 def test_options_that_could_have_no_effect_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -134,7 +134,7 @@ class RowStream:
         fields: list[set[str]] = []
         for number, source in enumerate(self._sources):
             if next(iter(source.reading()), None) is None:
-                raise DataError(f"{source.name} holds no row. Expected: {self._form.expected}")
+                raise DataError(f"{source.name} has no rows. Expected: {self._form.expected}")
             read = self.read(Place(-1, source=number))
             if read.bad and (bad_rows == "stop" or not read.rows):
                 raise self.refuse(read.bad, len(read.rows))

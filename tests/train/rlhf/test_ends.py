@@ -113,7 +113,7 @@ REWARDED = ["--rlhf-type", "grpo", "--reward-funcs", "length"]
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ([*REWARDED, "--mask-truncated-completions"], "--stop-words and --mask-truncated-completions: TRL takes"),
+        ([*REWARDED, "--mask-truncated-completions"], "--stop-words and --mask-truncated-completions: TRL treats"),
         (["--rlhf-type", "gkd", "--teacher-model", "t", "--lmbda", "0"], "with --lmbda 0 no answers are generated"),
         (["--rlhf-type", "dpo"], "--stop-words"),
     ],

@@ -633,7 +633,7 @@ def test_a_file_that_is_lost_later_does_not_end_the_run(tmp_path: Path, pictured
     (own / "b.png").write_bytes(b"no picture any more")
     assert [len(example["images"]) for example in skips] == [1, 0, 1, 1]  # the last two rows are the first one now
     assert "rows.jsonl:3 is left out of its step, and another row takes its place: image 1 (b.png)" in caplog.text
-    with pytest.raises(DataError, match=r"rows.jsonl:3: image 1 \(b.png\): no picture"):
+    with pytest.raises(DataError, match=r"rows.jsonl:3: image 1 \(b.png\): not a readable image"):
         stops[2]
     (own / "a.png").unlink()
     assert [len(example["images"]) for example in skips] == [0] * 4
