@@ -45,7 +45,7 @@ def test_the_best_metric_may_be_of_one_file():
             ["first.jsonl", "second.jsonl"],
             "first_loss, first_acc, second_loss, .* Did you mean second_loss",
         ),
-        ("c_loss", ["a.jsonl", "b.jsonl"], "of each file a_loss, a_acc, b_loss, b_acc"),
+        ("c_loss", ["a.jsonl", "b.jsonl"], "for each file a_loss, a_acc, b_loss, b_acc"),
         (
             "eval_acuracy",
             ["a.jsonl"],
