@@ -22,7 +22,7 @@ import aside
 from distributed.pool import Pools
 
 SLOW_LIMIT = 3600  # seconds; for other tests pyproject.toml says it
-# Every thirteenth case of a sampled test runs. Stages come in fours, so all of them have their turn; of four cases, stage 3.
+# Every thirteenth case of a sampled test runs. Stages come in fours, so each has its turn; of four cases, stage 3.
 SAMPLED, FIRST = 13, 3
 
 
