@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.train.conftest import drivers, rows, tiny  # noqa: F401  (fixtures)
+from tests.train.conftest import rows, tiny  # noqa: F401  (fixtures)
 
 from machines.hosts import Hosts, reason
 from machines.launch import Launch

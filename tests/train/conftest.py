@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-from train.driver import TINY
-
 DRIVER = Path(__file__).with_name("driver.py")
 WORDS = "the a process shard gradient memory weight step rank model gathers holds sends adds every one".split()
 
@@ -56,13 +54,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory, rows: Path, drivers: Drivers) -> Path:
+def tiny(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
     """A model folder."""
-    folder = tmp_path_factory.mktemp("tiny")
-    log = folder.with_suffix(".log")
-    codes = drivers.run([{"argv": [TINY, str(folder), str(rows)], "log": str(log)}])
-    assert codes == [0], log.read_text()
-    return folder
+    from shardproof.data.rows import read_rows
+    from shardproof.models.tiny import build_tiny
+
+    return build_tiny(tmp_path_factory.mktemp("tiny"), read_rows([rows]).texts())
 
 
 def last_of_each(argv: Sequence[str]) -> list[str]:

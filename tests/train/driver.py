@@ -1,5 +1,4 @@
-"""Runs `shardproof` commands, each in a fork of this process, which has imported everything. [TINY, folder, rows]
-builds the tiny model there.
+"""Runs `shardproof` commands, each in a fork of this process, which has imported everything.
 
 For each line that comes in, {"folder": where, "jobs": [{"argv": [...], "log": FILE}, ...]}, it prints one with a list
 of exit codes. The line "end" ends it.
@@ -12,8 +11,6 @@ import json
 import os
 import sys
 import traceback
-
-TINY = "build a tiny model"
 
 
 def start(argv: list[str], log: str | os.PathLike[str], mode: int = os.O_TRUNC, apart: bool = False) -> int:
@@ -30,21 +27,13 @@ def start(argv: list[str], log: str | os.PathLike[str], mode: int = os.O_TRUNC, 
     try:
         from shardproof.cli.main import main
 
-        code = build_tiny_of(*argv[1:]) if argv[0] == TINY else main(argv)
+        code = main(argv)
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def build_tiny_of(folder: str, rows: str) -> int:
-    from shardproof.data.rows import read_rows
-    from shardproof.models.tiny import build_tiny
-
-    build_tiny(folder, read_rows([rows]).texts())
-    return 0
 
 
 def ended_with(pid: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 FULL = {f"n{n}s{s}": (n, s, []) for n, s in [(1, 0), (2, 2), (4, 3)]}
-REST = {f"n{n}s{s}": (n, s, []) for n, s in [(n, s) for n in (1, 2, 4) for s in range(4)]}
+EVERY = {f"n{n}s{s}": (n, s, []) for n in (1, 2, 4) for s in range(4)}
 CHECKPOINTING = {"checkpointing": (2, 3, ["--gradient-checkpointing"])}
 REENTRANT = {"reentrant": (2, 3, ["--gradient-checkpointing", "--checkpointing-reentrant"])}
 COPIES = {"two copies": (4, 3, ["--shard-group", "2"])}
@@ -58,6 +58,6 @@ def test_so_they_do_when_processes_share_rows(commands, sft, rows) -> None:
 
 
 @pytest.mark.slow
-def test_every_stage_with_every_number_of_processes(commands, sft) -> None:
-    check(commands, sft, REST | COPIES | CHECKPOINTING)
-    check(commands, sft, REST, "--tuner", "lora", "--gradient-checkpointing")
+def test_every_stage_with_every_number_of_processes(commands, sft, rows) -> None:
+    check(commands, sft, EVERY | COPIES | CHECKPOINTING, "--val-dataset", str(rows), "--eval-steps", "3")
+    check(commands, sft, EVERY, "--tuner", "lora", "--gradient-checkpointing")
